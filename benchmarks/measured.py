@@ -52,6 +52,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "rollout_dump": measured_speed.rollout_dump,
     "rollout_tail": measured_speed.rollout_tail,
     "report": measured_speed.report,
+    "engine_host": measured_speed.engine_host,
     "signals": measured_speed.signals,
     "learning": measured_trials.learning,
     "trl_loss": measured_trials.trl_loss,

@@ -45,7 +45,13 @@ from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
-from grpo_spmd.model.policy import Policy, Scores, build_policy, build_reference
+from grpo_spmd.model.policy import (
+    Policy,
+    Scores,
+    build_policy,
+    build_reference,
+    choose_fused_kernel,
+)
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
@@ -208,6 +214,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
     # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
+    choose_fused_kernel(config.model.logprob_kernel, session.device)
     stop_ids = stop_token_ids(config.model.path, tokenizer)
     # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
     # the memory to the policy.
@@ -244,6 +251,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     # The running check recomputes what the updater does, from the same settings.
     check_settings = UpdateCheckSettings(
         every_steps=config.proofs.every_steps,
+        is_on=config.proofs.update,
+        bound_factor=config.proofs.bound_factor,
         model_path=config.model.path,
         dtype=config.model.dtype,
         stop_ids=frozenset(stop_ids),

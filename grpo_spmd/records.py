@@ -80,8 +80,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive turns of an episode that share one prefix: one sequence of the policy's forward
-    pass."""
+    """Consecutive turns of an episode, each of whose prompts extends the tokens of the turn before:
+    one sequence of the policy's forward pass."""
 
     token_ids: npt.NDArray[np.int32]
     """All tokens of the sequence, the prompt included."""

@@ -216,6 +216,19 @@ def host_overhead(record: Record) -> Iterator[Line]:
         )
 
 
+def engine_host(record: Record) -> Iterator[Line]:
+    rows = record.run("engine_host", "sequences", "stops")
+    for (stops,), rank_values in _by(rows, "stops"):
+        figures = "; ".join(
+            f"{row['sequences']} sequences: {figure(row.number('vllm_ms'))} ms in vLLM's step "
+            f"({figure(row.number('vllm_us_a_sequence'))} microseconds a sequence), "
+            f"{figure(row.number('loop_ms'))} ms in our loop"
+            for row in rank_values
+        )
+        number = {"short": "one stop token", "long_stops": "396 stop tokens"}[str(stops)]
+        yield Line(f"host time of an engine step without its model, {number}", figures, rank_values)
+
+
 def prompts(record: Record) -> Iterator[Line]:
     """Where nothing is kept, a benchmark may take fewer rows, which are a case of their own."""
     for (num_rows, method), _ in _by(record.all("prompts"), "rows", "prompts"):

@@ -258,7 +258,7 @@ def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             yield Row(model.name, "unknown", f"{model.path} is not here")
             continue
         is_critic = model.kind == "critic"
-        # The critic's value head is one row, too small to count.
+        # A critic has no lm_head; the value head in its place is one row, too small to count.
         shapes = {
             name: shape
             for name, shape in facts.shapes.items()

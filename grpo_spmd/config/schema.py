@@ -91,6 +91,9 @@ class ModelConfig:
     """copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks"""
     logprob_chunk_tokens: PositiveInt = 1024
     """most tokens whose logits [tokens, vocabulary] are in memory at one time"""
+    logprob_kernel: Literal["auto", "fused", "plain"] = "auto"
+    """what computes logprobs from logits. fused: Triton kernels, which need a GPU of compute
+    capability 8.0; plain: torch's operations; auto: fused where it runs, else plain"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -535,6 +538,12 @@ class ProofConfig:
     max_mismatch: PositiveFloat | None = None
     """mean |policy - engine| of a token's logprob, in nats, above which the run stops; null:
     derived from the first step"""
+    update: bool = True
+    """check the update against a plain recomputation; false: nothing looks at loss, gradient,
+    AdamW, advantages, prompts, rewards' inputs and the reference while the run goes on"""
+    bound_factor: Annotated[float, Meta(ge=1, le=1000)] = 1.0
+    """multiplies the bounds of scores and gradients in the check of the update, for a model that
+    rounds more than others"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,9 +133,10 @@ class _Listener:
         threading.Thread(target=self._run, args=(reader,), name="Ctrl-C", daemon=True).start()
 
     def install(self) -> None:
-        """Has the interpreter's C handler write the number of each signal to the socket.
+        """Sets signal.set_wakeup_fd, so that Python writes each signal's number to the socket.
 
-        Not while a debugger has the signal: after "continue" Ctrl-C returns to its prompt.
+        Does nothing while pdb handles SIGINT: after its `continue`, Ctrl-C must bring back pdb's
+        prompt.
         """
         debugger = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
         if "bdb" not in sys.modules or not isinstance(debugger, sys.modules["bdb"].Bdb):

@@ -233,7 +233,8 @@ class Conversations:
         return self._start((id_, request) for id_, request in arrived if request is not None)
 
     def end_turn(self, request_id: str, completion: Completion) -> ConversationId:
-        """Adds the completion of this request, and returns the conversation that it belongs to."""
+        """Adds the completion to the conversation that asked for it, as the end of the turn, and
+        returns that conversation's id."""
         id_ = self.running.pop(request_id)
         self.completions[id_].append(completion)
         return id_

@@ -81,7 +81,18 @@ def start_vllm(
         options |= _lora_options(model.path, model.lora)
     if device == "cpu":
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
-        options |= {"enforce_eager": True, "block_size": 32, "kv_cache_memory_bytes": cache_bytes}
+        # A prompt is never computed in pieces: after a piece vLLM's V1 model runner sets back the
+        # generator of a request that has a seed, and a CPU generator cannot be ("CPU Generator does
+        # not use offset", v1/worker/gpu_model_runner.py, 0.28 to 0.32). Without pieces vLLM wants
+        # room for the longest sequence in a step; its own default on a CPU is 4,096 a rank.
+        step_tokens = max(4096 * rollout.tensor_parallel_size, max_rollout_tokens)
+        options |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": cache_bytes,
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": step_tokens,
+        }
     try:
         return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
     except Exception as error:

@@ -219,10 +219,11 @@ class PlainText:
 
     @cached_property
     def _copy(self) -> tuple[Any, int]:
-        """Returns the tokenizer without its added tokens, and the id of the mark.
+        """Returns a tokenizer that reads the names of special tokens as plain text, and the id of
+        the one special token that it has, the mark.
 
-        After the mark, text is encoded as after any special token. The copy is made when it is
-        first needed, because a large vocabulary takes a second.
+        Text is encoded behind the mark, which is then cut off: so it is split as after any special
+        token. The copy is made when it is first needed, because a large vocabulary takes a second.
         """
         # Imported late: data that is plain needs no copy.
         from tokenizers import AddedToken, Tokenizer

@@ -91,7 +91,8 @@ class Episodes:
         return LATER
 
     def ready(self, timeout_s: float, /) -> Requests:
-        """Returns the requests that are known now; see LateRequests."""
+        """Returns the requests that are known now. If there are none, it waits at most `timeout_s`
+        for the first."""
         # The pool does not wait where the engine has work already.
         for conversation, reply in self.pool.poll(0.0 if self.requests else timeout_s):
             # A reply may belong to a generation that was stopped.
@@ -251,11 +252,12 @@ class AgentEpisodes(Episodes):
     sessions: dict[ConversationId, _Session] = field(default_factory=dict)
 
     def ready(self, timeout_s: float, /) -> Requests:
-        """Returns the requests that are known now; see LateRequests."""
+        """Returns the requests that are known now. If there are none, it waits at most `timeout_s`
+        for the first."""
         # Calls that came since the last look may start a turn now.
         self._take_calls()
         requests = super().ready(timeout_s)
-        # A readable endpoint ends the wait, so its calls are taken now.
+        # The wait also ends, with nothing, when an agent's call arrives at the endpoint.
         if not requests:
             self._take_calls()
             requests = self.requests

@@ -150,10 +150,10 @@ class EnvironmentPool(ProcessPool):
         seed: int,
         access: dict[str, str] | None = None,
     ) -> None:
-        """Begins an episode as soon as a worker is free; `random` and numpy are seeded with `seed`
-        in it.
+        """Begins an episode as soon as a worker is free.
 
-        `access` is an agent's address and key for its turns.
+        The worker seeds `random` and numpy with `seed` before the episode. `access` is what an
+        agent calls the model with, the endpoint's address and a key; None without an agent.
         """
         assert conversation not in self._live, f"the episode of {conversation} is under way"
         self._waiting.append((conversation, {"row": row, "seed": seed, "access": access or {}}))

@@ -72,7 +72,7 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
         return f"its status is {episode.status!r}, and it has tokens"
     for number, segment in enumerate(episode.segments):
         if not len(segment.token_ids) or segment.sampled[0]:
-            rule = "begins with no token that was given, after which one could be sampled"
+            rule = "is empty or begins with a sampled token; a prompt token must come first"
             return f"segment {number} {rule}"
     sampled = [segment.token_ids[segment.sampled] for segment in episode.segments]
     if not np.array_equal(np.concatenate([*sampled, np.empty(0, np.int32)]), token_ids):
@@ -87,7 +87,7 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
     mask = np.concatenate(masks or [np.zeros(1, bool)])
     stretch_ends = np.cumsum(mask)[:-1][mask[:-1] & ~mask[1:]]
     if not np.isin(stretch_ends, turn_ends).all():
-        return "a turn has tokens before and behind one that was given"
+        return "a turn's sampled tokens are interrupted by a token that was not sampled"
     for turn in episode.turns:
         if turn.finish_reason not in ("stop", "length"):
             return f"a turn's finish_reason is {turn.finish_reason!r:.80}"
@@ -147,7 +147,7 @@ def row_contexts(row: MicroBatch) -> list[RowContext]:
     bounds = np.cumsum([0, *row.sequence_lengths])
     sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
     contexts = []
-    # The token of a row without rollouts is none that was sampled.
+    # A row without rollouts has one token, a placeholder that nobody sampled.
     for sequence in np.unique(sequence_of_token).tolist() if row.rollout_ids else []:
         tokens = np.flatnonzero(sequence_of_token == sequence)
         start = bounds[sequence]

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_spmd.model.logprobs import (
     Cap,
@@ -59,20 +60,19 @@ class FusedTokenLogprobs(torch.autograd.Function):
         product = _product_buffer(hidden, head, chunk)
         for rows in chunks(len(hidden), chunk):
             logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
-            score_rows[(len(logits),)](
+            _launch(
+                score_rows,
                 logits,
                 target_ids[rows],
                 results[:, rows],
                 column_length=len(hidden),
-                num_tokens=len(head),
                 SCALING=(temperature, softcap),
-                BLOCK=_block(head),
-                num_warps=_NUM_WARPS,
             )
         ctx.save_for_backward(hidden, head, target_ids, results[1:])
         ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
-        return results[0], results[1]
+        # Copies: views of one tensor could not be changed in place by a caller.
+        return results[0].clone(), results[1].clone()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,15 +84,13 @@ class FusedTokenLogprobs(torch.autograd.Function):
         product = _product_buffer(hidden, head, ctx.chunk)
         for rows in chunks(len(hidden), ctx.chunk):
             logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
-            replace_logits_by_gradient[(len(logits),)](
+            _launch(
+                replace_logits_by_gradient,
                 logits,
                 target_ids[rows],
                 columns[:, rows],
                 column_length=len(hidden),
-                num_tokens=len(head),
                 SCALING=ctx.scaling,
-                BLOCK=_block(head),
-                num_warps=_NUM_WARPS,
             )
             torch.mm(logits, head, out=grad_hidden[rows])
             if grad_head is not None:
@@ -128,18 +126,16 @@ class FusedDivergence(torch.autograd.Function):
         ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
         for rows, logits, teacher_logits in _products(ctx, hidden, head):
-            compare_rows[(len(logits),)](
+            _launch(
+                compare_rows,
                 logits,
                 teacher_logits,
                 results[:, rows],
                 column_length=len(hidden),
-                num_tokens=len(head),
                 SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
                 BETA=beta,
-                BLOCK=_block(head),
-                num_warps=_NUM_WARPS,
             )
-        return results[0]
+        return results[0].clone()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -150,16 +146,14 @@ class FusedDivergence(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         for rows, logits, teacher_logits in _products(ctx, hidden, head):
-            replace_logits_by_divergence_gradient[(len(logits),)](
+            _launch(
+                replace_logits_by_divergence_gradient,
                 logits,
                 teacher_logits,
                 columns[:, rows],
                 column_length=len(hidden),
-                num_tokens=len(head),
                 SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
                 BETA=ctx.beta,
-                BLOCK=_block(head),
-                num_warps=_NUM_WARPS,
             )
             torch.mm(logits, head, out=grad_hidden[rows])
             if grad_head is not None:
@@ -185,9 +179,21 @@ def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
     return hidden.new_empty(min(chunk, len(hidden)), len(head))
 
 
-def _block(head: Tensor) -> int:
-    """Returns the logits that a program loads at a time: a power of two, at most BLOCK."""
-    return min(BLOCK, int(triton.next_power_of_2(len(head))))
+def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **options: Any) -> None:
+    """Runs a kernel with one program for each row of logits [rows, V]."""
+    # The planner counts the memory of a pass over fake tensors, which have no values.
+    if isinstance(logits, FakeTensor):
+        return
+    rows, num_tokens = logits.shape
+    block = min(BLOCK, int(triton.next_power_of_2(num_tokens)))
+    kernel[(rows,)](
+        logits,
+        *arguments,
+        num_tokens=num_tokens,
+        BLOCK=block,
+        num_warps=_NUM_WARPS,
+        **options,
+    )
 
 
 # Triton's kernels. `SCALING` is (temperature, soft cap or None) of a model. A program works on one

@@ -34,7 +34,6 @@ TargetIds = Int[Tensor, " C"]
 Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropies
 Cap = float | None
 """The soft cap of the logits: logits become cap * tanh(logits / cap)."""
-Scaling = tuple[float, int, Cap]  # temperature, tokens of a chunk, cap of the logits
 TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
 # The logprob of an event whose probability float32 cannot represent: log(0) would give NaN.
 MIN_LOGPROB = math.log(torch.finfo(torch.float32).tiny)
@@ -299,6 +298,39 @@ class Divergence(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
+class LogitSettings:
+    """How logprobs follow from hidden states and the lm_head."""
+
+    temperature: float
+    chunk: int
+    """Tokens whose logits exist at a time."""
+    softcap: Cap = None
+    token_logprobs: type[torch.autograd.Function] = TokenLogprobs
+    """TokenLogprobs, or the same by Triton's kernels."""
+    whole_divergence: type[torch.autograd.Function] = Divergence
+    """Divergence for a WholeTeacher, or the same by Triton's kernels."""
+
+    def score(self, hidden: Hidden, head: Head, target_ids: TargetIds) -> Scores:
+        """Returns the logprobs of `target_ids` and the entropies of their distributions, float32
+        [C] each."""
+        scores: Scores = self.token_logprobs.apply(
+            hidden, head, target_ids, self.temperature, self.chunk, self.softcap
+        )
+        return scores
+
+    def divergence(
+        self, hidden: Hidden, head: Head, teacher: WholeTeacher | TopTeacher, beta: float
+    ) -> Float[Tensor, " C"]:
+        """Returns the divergence of the policy from a teacher at each token, float32 [C]."""
+        # The likely tokens of a TopTeacher are picked out of all logprobs, which no kernel has.
+        function = self.whole_divergence if isinstance(teacher, WholeTeacher) else Divergence
+        distance: Tensor = function.apply(
+            hidden, head, teacher, beta, self.temperature, self.chunk, self.softcap
+        )
+        return distance
+
+
+@dataclass(frozen=True)
 class TeacherDivergence:
     """Computes each token's divergence from its teachers, from the policy's hidden states and
     head."""
@@ -306,8 +338,8 @@ class TeacherDivergence:
     parts: Sequence[tuple[Tensor | None, WholeTeacher | TopTeacher]]
     """Pairs of token indices, int64 [n], and the teacher that scored them. None: all tokens."""
     beta: float
-    scaling: Scaling
-    """The policy's temperature, chunk and cap."""
+    settings: LogitSettings
+    """Those of the policy."""
     num_tokens: int
     """V, the number of token ids that policy and teachers share."""
 
@@ -316,9 +348,7 @@ class TeacherDivergence:
         total = torch.zeros(len(hidden), device=hidden.device)
         for indices, teacher in self.parts:
             scored_hidden = hidden if indices is None else hidden[indices]
-            distance: Tensor = Divergence.apply(
-                scored_hidden, head, teacher, self.beta, *self.scaling
-            )
+            distance = self.settings.divergence(scored_hidden, head, teacher, self.beta)
             total = distance if indices is None else total.index_add(0, indices, distance)
         return total
 

@@ -7,10 +7,13 @@ whole.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
+from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal
@@ -32,7 +35,7 @@ from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initi
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.logprobs import Scores, TokenLogprobs
+from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.sharding import first_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -49,17 +52,19 @@ class Policy(nn.Module):
     around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
 
     def __init__(
-        self, config: Any, temperature: float, chunk: int, attention: Backend, dtype: torch.dtype
+        self, config: Any, logits: LogitSettings, attention: Backend, dtype: torch.dtype
     ) -> None:
-        """`chunk`: tokens whose logits exist at a time."""
+        """`logits` has the sampling temperature. Divisor and soft cap of the model's own logits are
+        added to it."""
         super().__init__()
         self.model = build_hf_model(
             config, config.name_or_path, attn_implementation=PACKED_ATTENTION, dtype=dtype
         )
-        divisor, self.softcap = logits_map(self.model)
-        self.temperature = temperature * divisor
+        divisor, softcap = logits_map(self.model)
+        self.logits = dataclasses.replace(
+            logits, temperature=logits.temperature * divisor, softcap=softcap
+        )
         self.attention = attention
-        self.logprob_chunk_tokens = chunk
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -87,14 +92,7 @@ class Policy(nn.Module):
         head = self.model.get_output_embeddings().weight
         if only_term:
             return tuple(term(hidden, head) for term in terms)
-        scores: Scores = TokenLogprobs.apply(
-            hidden,
-            head,
-            batch.target_ids,
-            self.temperature,
-            self.logprob_chunk_tokens,
-            self.softcap,
-        )
+        scores = self.logits.score(hidden, head, batch.target_ids)
         return (*scores, *(term(hidden, head) for term in terms))
 
     def plain_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -104,6 +102,42 @@ class Policy(nn.Module):
         options: Any = {} if positions is None else {"logits_to_keep": positions}
         logits: Tensor = self.model(input_ids=token_ids, use_cache=False, **options).logits
         return logits
+
+
+def choose_fused_kernel(kernel: str, device: torch.device) -> bool:
+    """Returns True if `model.logprob_kernel` and the device choose Triton's kernels.
+
+    Raises ConfigError if "fused" cannot run here."""
+    problem = None
+    if find_spec("triton") is None:
+        problem = "triton is not installed"
+    # Triton's interpreter runs the kernels on a CPU, slowly: for tests.
+    elif device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        problem = f"this run is on the {device.type.upper()}"
+    # bfloat16 in Triton begins with the A100.
+    elif device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        problem = "this GPU's compute capability is below 8.0"
+    if kernel == "fused" and problem is not None:
+        raise ConfigError(
+            f"model.logprob_kernel: fused needs a GPU of compute capability 8.0 and triton, and "
+            f"{problem}; use auto or plain"
+        )
+    return kernel == "fused" or (kernel == "auto" and device.type == "cuda" and problem is None)
+
+
+def logit_settings(temperature: float, chunk: int, *, is_fused: bool) -> LogitSettings:
+    """Returns the settings of a policy's logits, with Triton's kernels or the plain code."""
+    if not is_fused:
+        return LogitSettings(temperature, chunk)
+    # Only where a GPU uses it: it imports triton.
+    from grpo_spmd.model.fused_logprobs import FusedDivergence, FusedTokenLogprobs
+
+    return LogitSettings(
+        temperature,
+        chunk,
+        token_logprobs=FusedTokenLogprobs,
+        whole_divergence=FusedDivergence,
+    )
 
 
 def attention_backend(hf_config: Any, config: ModelConfig, session: Session) -> Backend:
@@ -141,10 +175,10 @@ def build_policy(
     attention = attention_backend(hf_config, config, session)
     # Parameters are created in their dtype: Module.to would round the rotary frequencies as well.
     stored_dtype = torch.float32 if trainable and not has_adapters else compute
+    is_fused = choose_fused_kernel(config.logprob_kernel, session.device)
+    logits = logit_settings(temperature, config.logprob_chunk_tokens, is_fused=is_fused)
     with torch.device("meta"):
-        policy = Policy(
-            hf_config, temperature, config.logprob_chunk_tokens, attention, stored_dtype
-        )
+        policy = Policy(hf_config, logits, attention, stored_dtype)
     refuse_structure(policy.model, config.path)
     folder = checkpoint_folder(config.path)
     stored_names = refuse_tensors(policy.model, folder)

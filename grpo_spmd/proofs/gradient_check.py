@@ -4,14 +4,15 @@ A synthetic row is a micro-batch made of short pieces of this rank's own rollout
 reference and engine logprobs are set at known distances from the policy's, so that ratios fall on
 both sides of every bound: with the true logprobs nothing is clipped in a first update.
 
-The plain side is transformers' own forward pass with eager attention, one row per sequence, full
-logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side is the very code
-of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the trainer's: what
-is left in `.grad` is the difference. No gradient is left behind.
+The plain side is transformers' own forward pass with the attention of plain_forward.py, one row
+per sequence, full logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side
+is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
+trainer's: what is left in `.grad` is the difference. No gradient is left behind.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,9 +45,11 @@ from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
+_log = logging.getLogger("grpo_spmd")
 Numbers = npt.NDArray[np.float64]
 # Upper bounds for one rank, so that the check costs next to nothing.
 _NUM_SEQUENCES = 6
@@ -82,6 +85,19 @@ _BOUNDS = {
     "float32": _Bounds(1e-4, 1e-3, 1e-4),
     "bfloat16": _Bounds(1e-4, 0.2, 0.05),
 }
+
+
+# A difference may be this many times bfloat16's own, which `_measure_noise` measures. Two passes
+# that round independently differ by 1.4 times the noise of one; at most 1.8 was measured, on models
+# of 12 to 64 layers with key biases and outliers as trained ones have them.
+NOISE_FACTOR = 2.0
+# However much a model rounds, a fault must show: a wrong sign makes a gradient's difference 2.
+_MAX_GRADIENT_BOUND = 0.7
+_MAX_SCORE_BOUND = 0.3
+# One lone tensor may be this many times above its bound before it stops the run.
+_LONE_EXCESS = 2.0
+# The name of the whole gradient beside those of tensors.
+WHOLE = "the whole model"
 
 
 @dataclass
@@ -228,6 +244,10 @@ class UpdateCheckSettings:
 
     every_steps: int
     """`proofs.every_steps`. 0: only at the first step."""
+    is_on: bool
+    """`proofs.update`. False: nothing is checked."""
+    bound_factor: float
+    """`proofs.bound_factor`: multiplies the bounds of scores and gradients."""
     model_path: str
     dtype: str
     """`model.dtype`, the compute dtype."""
@@ -308,11 +328,13 @@ class GradientCheck:
         self._rollout = settings.rollout
         self._make_teacher = signals.make_teacher
         self._values = signals.values
-        self._bounds = _BOUNDS[settings.dtype]
+        bounds = _BOUNDS[settings.dtype]
+        self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
-        self._min_score_bound = SCORE_BOUNDS[settings.dtype]
+        self._min_score_bound = SCORE_BOUNDS[settings.dtype] * settings.bound_factor
         self.score_bound = self._min_score_bound
         self._gradient_bound = self._bounds.gradient
+        self._is_rounded = settings.dtype != "float32"
 
     def run(
         self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
@@ -352,38 +374,16 @@ class GradientCheck:
         handle.remove()
         trainer_squares = gradient_squares(policy)
         # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
-        # layers again in the backward pass, which therefore is within eager attention too.
+        # layers again in the backward pass, which therefore is within plain attention too.
         sketch = _Sketch(policy)
-        with eager_attention(policy.model), sketch.watching():
+        columns = trainer.columns()
+        counts = (num_tokens, num_sequences)
+        with use_plain_attention(policy.model), sketch.watching():
             sketch_of_trainer = sketch.of_gradient()
             plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
             self._widen_bounds(plain.mean_max_logit)
-            columns = trainer.columns()
-            if rollouts:
-                self._take_plain(
-                    result, columns, "logprobs", "the logprob of a token", plain.logprobs
-                )
-                self._take_plain(
-                    result, columns, "entropy", "the entropy at a token", plain.entropy
-                )
-                if teacher is not None and teacher.is_sampled:
-                    penalty = teacher.coef * (columns["old"] - columns["ref"])
-                    columns["teacher_penalty"] = penalty
-                elif teacher is not None:
-                    divergence = teacher.divergence(torch.cat(plain.all_logprobs))
-                    subject = "the divergence from a teacher at a token"
-                    self._take_plain(result, columns, "divergence", subject, divergence)
-                if not self._loss.kl_coef:
-                    del columns["ref"]
-            terms = plain_terms(
-                rollouts,
-                columns,
-                self._loss,
-                num_tokens=num_tokens,
-                num_sequences=num_sequences,
-                max_completion_tokens=self._rollout.max_completion_tokens,
-                teacher_coef=teacher.coef if teacher is not None else 0.0,
-            )
+            differences = _score_differences(columns, plain, teacher)
+            terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
             if values is not None:
                 value = values.plain_term(result, rollouts, num_tokens, self._min_score_bound)
                 loss = terms["loss"]
@@ -402,7 +402,7 @@ class GradientCheck:
                     bound=self._bounds.term if name != "entropy" else math.inf,
                 )
         # 3. The comparisons, which are collective: every rank makes all of them.
-        self._compare_gradients(result, trainer_squares, gradient_squares(policy))
+        relative = _relative_norms(trainer_squares, gradient_squares(policy))
         # FSDP's sum of the plain gradient over ranks, and a sum made here from each rank's tokens.
         plain_reduced = sketch_of_trainer - sketch.of_gradient()
         result.check_difference(
@@ -411,6 +411,22 @@ class GradientCheck:
             relative_difference(plain_reduced, sketch.of_tokens),
             self._bounds.reduction,
         )
+        # 4. What is beyond a bound is judged by how much this model rounds in this number format.
+        is_within = all(value <= self.score_bound for value in differences.values()) and all(
+            value <= self._gradient_bound for value in relative.values()
+        )
+        noise = dict.fromkeys(relative, 0.0)
+        if any_rank(not is_within) and self._is_rounded:
+            score_noise, noise = self._measure_noise(
+                rollouts, columns, teacher, counts=counts, squares=trainer_squares, device=device
+            )
+            by_noise = min(NOISE_FACTOR * score_noise, _MAX_SCORE_BOUND)
+            self.score_bound = max(self.score_bound, by_noise)
+        for subject, difference in differences.items():
+            result.check_difference(
+                f"{subject}, in nats on average,", "logprobs", difference, self.score_bound
+            )
+        self._judge_gradients(result, relative, noise)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if values is not None:
             values.check_head_gradient(result, self._gradient_bound)
@@ -434,7 +450,7 @@ class GradientCheck:
         without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
         with torch.no_grad():
             logprobs, _ = reference(pack_rollouts(rollouts, device))
-            with eager_attention(model.model), without_adapters:
+            with use_plain_attention(model.model), without_adapters:
                 plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
         for policy in (self._policy, model):
             reshard(policy)
@@ -455,48 +471,139 @@ class GradientCheck:
         gradient_bound = self._bounds.gradient * self.score_bound / self._min_score_bound
         self._gradient_bound = max(self._bounds.gradient, min(0.5, gradient_bound))
 
-    def _take_plain(
+    def _plain_terms(
         self,
-        result: CheckResult,
+        rollouts: Sequence[Rollout],
         columns: dict[str, Tensor],
-        name: str,
-        subject: str,
-        plain: Tensor,
-    ) -> None:
-        """Compares a column [tokens] with its plain recomputation, in nats, and gives it the
-        latter's graph.
+        plain: _PlainScores,
+        teacher: SyntheticTeacher | None,
+        *,
+        counts: tuple[int, int],
+    ) -> dict[str, LossTerm]:
+        """Returns the terms of the plain loss: the trainer's values with the plain graph.
 
-        Its values stay the trainer's. The synthetic logprobs are set from those: with the values of
-        the plain pass, rounding would clip a token on one side only."""
-        differences = (columns[name] - plain).detach()
-        result.check_difference(
-            f"{subject}, in nats on average,",
-            "logprobs",
-            float(differences.abs().mean()),
-            self.score_bound,
+        The synthetic logprobs are set from the trainer's values: with those of the plain pass,
+        rounding would clip a token on one side only. `counts` are tokens and sequences."""
+        columns = dict(columns)
+        if rollouts:
+            for name, tensor in _plain_columns(columns, plain, teacher).items():
+                columns[name] = tensor + (columns[name] - tensor).detach()
+            if teacher is not None and teacher.is_sampled:
+                columns["teacher_penalty"] = teacher.coef * (columns["old"] - columns["ref"])
+            if not self._loss.kl_coef:
+                del columns["ref"]
+        return plain_terms(
+            rollouts,
+            columns,
+            self._loss,
+            num_tokens=counts[0],
+            num_sequences=counts[1],
+            max_completion_tokens=self._rollout.max_completion_tokens,
+            teacher_coef=teacher.coef if teacher is not None else 0.0,
         )
-        columns[name] = plain + differences
 
-    def _compare_gradients(
-        self, result: CheckResult, squares: dict[str, float], difference_squares: dict[str, float]
+    def _measure_noise(
+        self,
+        rollouts: Sequence[Rollout],
+        columns: dict[str, Tensor],
+        teacher: SyntheticTeacher | None,
+        *,
+        counts: tuple[int, int],
+        squares: dict[str, float],
+        device: torch.device,
+    ) -> tuple[float, dict[str, float]]:
+        """Collective. Returns how much the number format itself rounds: the mean difference of a
+        logprob in nats, and the difference of each gradient relative to its norm.
+
+        The plain pass is made once more as it was, and once with float32 arithmetic over the same
+        weights. `squares` are those of the trainer's gradient. A critic's term is left out."""
+        policy = self._policy
+        self._updater.optimizer.zero_grad(set_to_none=True)
+        temperature = self._rollout.temperature
+        logprobs = []
+        with use_plain_attention(policy.model):
+            for arithmetic, sign in ((nullcontext(), 1.0), (use_float32(policy), -1.0)):
+                with arithmetic:
+                    plain = _plain_scores(policy, rollouts, temperature, device)
+                    terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
+                    (sign * (terms["loss"].value + plain.zero)).backward()
+                    logprobs.append(plain.logprobs.detach())
+        noise = float((logprobs[0] - logprobs[1]).abs().mean()) if rollouts else 0.0
+        return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))
+
+    def _judge_gradients(
+        self, result: CheckResult, relative: dict[str, float], noise: dict[str, float]
     ) -> None:
-        """Collective. Compares the difference of each tensor's gradient with the tensor's own norm
-        plus 1 % of the whole gradient's norm. The arguments are sums of squares by parameter."""
+        """Compares each tensor's difference, and that of the whole gradient, with its bound: the
+        number format's own, or what is explained by the noise.
 
-        sums = sum_over_ranks(squares.values())
-        differences = sum_over_ranks(difference_squares.values())
-        full_norm = math.sqrt(sum(sums))
-        relative = {
-            name: math.sqrt(difference) / (math.sqrt(square) + 0.01 * full_norm + 1e-30)
-            for name, square, difference in zip(squares, sums, differences, strict=True)
+        In bfloat16 one lone tensor slightly above its bound is only warned of."""
+        bounds = {
+            name: max(self._gradient_bound, min(NOISE_FACTOR * value, _MAX_GRADIENT_BOUND))
+            for name, value in noise.items()
         }
         # A NaN counts as the largest difference.
-        name, worst = max(
-            relative.items(), key=lambda item: item[1] if math.isfinite(item[1]) else math.inf
-        )
-        result.check_difference(
-            f"the gradient of {name}, of its norm,", "gradient", worst, self._gradient_bound
-        )
+        excess = {
+            name: value / bounds[name] if math.isfinite(value) else math.inf
+            for name, value in relative.items()
+        }
+        worst = max(excess, key=lambda name: excess[name])
+        num_above = sum(value > 1.0 for name, value in excess.items() if name != WHOLE)
+        subject = f"the gradient of {worst}, of its norm,"
+        is_lone = num_above == 1 and excess[WHOLE] <= 1.0 and excess[worst] <= _LONE_EXCESS
+        if self._is_rounded and is_lone:
+            _log.warning(
+                "%s is off by %.3g (bound %.3g), alone and by little: likely bfloat16's rounding",
+                subject,
+                relative[worst],
+                bounds[worst],
+            )
+            result.metrics["gradient"] = relative[worst]
+            return
+        result.check_difference(subject, "gradient", relative[worst], bounds[worst])
+
+
+def _plain_columns(
+    columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
+) -> dict[str, Tensor]:
+    """Returns the plain side of the trainer's columns [tokens] that the loss has a graph of."""
+    tensors = {"logprobs": plain.logprobs, "entropy": plain.entropy}
+    if teacher is not None and not teacher.is_sampled:
+        tensors["divergence"] = teacher.divergence(torch.cat(plain.all_logprobs))
+    return tensors
+
+
+def _score_differences(
+    columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
+) -> dict[str, float]:
+    """Returns the mean differences of the trainer's scores from the plain ones, in nats, by the
+    subject of a sentence; nothing without a rollout."""
+    subjects = {
+        "logprobs": "the logprob of a token",
+        "entropy": "the entropy at a token",
+        "divergence": "the divergence from a teacher at a token",
+    }
+    if not columns:
+        return {}
+    return {
+        subjects[name]: float((columns[name] - tensor).detach().abs().mean())
+        for name, tensor in _plain_columns(columns, plain, teacher).items()
+    }
+
+
+def _relative_norms(
+    squares: dict[str, float], difference_squares: dict[str, float]
+) -> dict[str, float]:
+    """Collective. Returns the norm of each tensor's difference over the tensor's own norm plus 1 %
+    of the whole gradient's norm, and under WHOLE that of the whole gradient."""
+    sums = sum_over_ranks(squares.values())
+    differences = sum_over_ranks(difference_squares.values())
+    full_norm = math.sqrt(sum(sums)) + 1e-30
+    relative = {
+        name: math.sqrt(difference) / (math.sqrt(square) + 0.01 * full_norm)
+        for name, square, difference in zip(squares, sums, differences, strict=True)
+    }
+    return relative | {WHOLE: math.sqrt(sum(differences)) / full_norm}
 
 
 class _Sketch:
@@ -562,7 +669,7 @@ def _synthetic_logprobs(
 ) -> dict[str, Tensor]:
     """Returns "old", "engine" and "ref" logprobs [tokens], float32, at known distances from `base`,
     the policy's logprobs."""
-    # Log ratios inside, at and beyond each bound of clipping.
+    # Log ratios inside and beyond each bound of clipping.
     low = math.log(max(1 - loss.clip_ratio_low, 0.3))
     high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
     dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
@@ -578,7 +685,8 @@ def _synthetic_logprobs(
         number = rollout.rollout_id
         length = len(rollout.completion_ids)
         t = np.arange(length)
-        # Rollouts are good and bad by turns. The k-th of either starts at another ratio.
+        # Even rollouts have positive advantages, odd ones negative. Each pair begins two ratios
+        # further on, so that both signs meet every ratio.
         indices = (2 * (number // 2) + t) % len(ratios)
         # gspo has one ratio per sequence: each is beyond a bound.
         if loss.policy == "gspo":
@@ -634,24 +742,6 @@ def _plain_scores(
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
     mean_max_logit = float(logits.detach().abs().amax(-1).mean())
     return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
-
-
-@contextmanager
-def eager_attention(model: Any) -> Iterator[None]:
-    """Returns a context manager. Within it the model uses transformers' eager attention and mask,
-    and nothing is compiled.
-
-    A backward pass must be within it too: activation checkpointing runs layers again."""
-    configs = [module.config for module in model.modules() if hasattr(module, "config")]
-    implementations = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = "eager"
-        with torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        for config, name in zip(configs, implementations, strict=True):
-            config._attn_implementation = name
 
 
 def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:

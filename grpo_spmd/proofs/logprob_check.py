@@ -150,8 +150,10 @@ class LogprobCheck:
         self.first_step = self.first_step or (mean, largest)
 
     def _tilt(self, sums: Sequence[float] | None) -> tuple[float, float]:
-        """Returns (tilt over the last steps with falling weights, its standard error)."""
-        # Each step weighs 0.8 times as much as the next one.
+        """Adds a step's sums to those of the steps before, and returns (tilt, its standard error).
+
+        The tilt is the slope d over a: d is policy minus engine, a is logprob + entropy of a token.
+        A step weighs 0.8 times as much as the one after it."""
         if sums is not None and all(map(math.isfinite, sums)):
             self._tilt_sums = [
                 0.8 * total + new for total, new in zip(self._tilt_sums, sums, strict=True)

@@ -19,7 +19,8 @@ import transformers
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model_files import RewardModelFiles
 from grpo_spmd.model.values import RewardModel
-from grpo_spmd.proofs.gradient_check import describe_errors, eager_attention
+from grpo_spmd.proofs.gradient_check import describe_errors
+from grpo_spmd.proofs.plain_forward import use_plain_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -140,10 +141,10 @@ class RewardModelCheck:
 
     @torch.no_grad()
     def _plain_score(self, ids: list[int]) -> float:
-        """Collective. Returns the score of one text by a plain forward pass with eager
+        """Collective. Returns the score of one text by a plain forward pass with plain
         attention."""
         device = next(self._model.parameters()).device
-        with eager_attention(self._model.model):
+        with use_plain_attention(self._model.model):
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
 
 

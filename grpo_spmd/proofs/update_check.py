@@ -82,6 +82,11 @@ class UpdateCheck(UpdateObserver):
         signals: SignalProofs,
     ) -> None:
         self._settings = settings
+        if not settings.is_on:
+            _log.warning(
+                "proofs.update is false: nothing compares this run's updates with a plain "
+                "recomputation"
+            )
         self._session = session
         self._policy = policy
         self._reference = reference
@@ -110,6 +115,8 @@ class UpdateCheck(UpdateObserver):
         Raises Rank0Error on every rank if something is wrong; its message says what."""
         start = time.perf_counter()
         self._seconds = 0.0
+        if not self._settings.is_on:
+            return
         self._step = step
         is_first = not self._num_runs
         every = self._settings.every_steps

@@ -234,7 +234,10 @@ def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
 
 
 def merge_logged(into: Logged, added: Logged) -> None:
-    """Adds `added` to `into`."""
+    """Joins the values of `added` to those of `into`, by reward and name.
+
+    Lists of sums are joined, so that whoever adds them up may do it in an order that depends on no
+    rank; the numbers of values are added."""
     for reward, metrics in added.items():
         merged = into.setdefault(reward, {})
         for name, (sums, number) in metrics.items():

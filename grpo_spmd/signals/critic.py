@@ -50,11 +50,11 @@ from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
     UpdateCheckSettings,
-    eager_attention,
     join_ranks,
     relative_difference,
     sum_over_ranks,
 )
+from grpo_spmd.proofs.plain_forward import use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_kl
 from grpo_spmd.records import Completion, Decision, MicroBatch, Rollout, RolloutBatch
 
@@ -477,7 +477,7 @@ class CriticCheck:
             again = self._model(row)
             with random_head(self._model.head):
                 by_trainer = self._model(row)
-                with eager_attention(self._model.backbone):
+                with use_plain_attention(self._model.backbone):
                     by_plain_pass = self._model.plain_values(
                         pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
                     )

@@ -48,9 +48,9 @@ from grpo_spmd.proofs.gradient_check import (
     SCORE_BOUNDS,
     CheckResult,
     UpdateCheckSettings,
-    eager_attention,
     join_ranks,
 )
+from grpo_spmd.proofs.plain_forward import use_plain_attention
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -190,18 +190,18 @@ class Teacher:
         if self.config.loss == "sampled":
             logprobs: Tensor = teacher.score(row)
             return logprobs
-        temperature, chunk_tokens, softcap = _scaling(teacher.model)
+        logits = teacher.model.logits
         # The divergence is computed in the update, chunk by chunk: hidden states take less memory
         # than logits of the whole vocabulary.
         if head is not None:
             hidden = teacher.score(row, lambda hidden, _: hidden)
-            return WholeTeacher(hidden, head, temperature, softcap)
+            return WholeTeacher(hidden, head, logits.temperature, logits.softcap)
         top = partial(
             top_outcomes,
             k=self.config.top_k,
-            temperature=temperature,
-            chunk=chunk_tokens,
-            softcap=softcap,
+            temperature=logits.temperature,
+            chunk=logits.chunk,
+            softcap=logits.softcap,
         )
         # A teacher of the same family may have more rows in its head than the policy: padding.
         size = self._vocabulary_size
@@ -225,7 +225,7 @@ class Teacher:
                 (tokens, scores) for tokens, scores in scored if not isinstance(scores, Tensor)
             ]
             divergence = TeacherDivergence(
-                parts, self.config.beta, _scaling(self.policy), self._vocabulary_size
+                parts, self.config.beta, self.policy.logits, self._vocabulary_size
             )
             return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
         logprobs = torch.zeros_like(row.rollout_logprobs)
@@ -237,14 +237,16 @@ class Teacher:
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
     """Returns the mask [C] of a row's completion tokens, from one value for each rollout."""
-    # The token of a row without rollouts is none that was sampled.
+    # A row without rollouts has one token, a placeholder that nobody sampled.
     values = torch.tensor([*by_rollout] or [False], device=row.sequence_index.device)
     return values[row.sequence_index]
 
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
-    """Returns the contexts of a row that the teacher `name` scores, as it sees them. Waits for the
-    device."""
+    """Returns the contexts of a row that the teacher `name` scores, with the teacher's own prompt
+    in the place of the policy's. Waits for the device.
+
+    `requests` is None if there is one teacher, which scores all rollouts on the policy's prompt."""
     contexts = row_contexts(row)
     if requests is None:
         return contexts
@@ -287,11 +289,6 @@ def select_teacher_row(
     tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
     return pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device)
-
-
-def _scaling(policy: Policy) -> tuple[float, int, float | None]:
-    """Returns (sampling temperature, tokens per chunk of logits, cap of the logits or None)."""
-    return policy.temperature, policy.logprob_chunk_tokens, policy.softcap
 
 
 def _gather_head(policy: Policy) -> Tensor:
@@ -443,7 +440,7 @@ class TeacherCheck:
         teacher gives none."""
         teacher: TeacherModel = source
         with (
-            eager_attention(teacher.model.model),
+            use_plain_attention(teacher.model.model),
             adapters_at_zero(teacher.model) if teacher.is_base else nullcontext(),
         ):
             logits: Tensor = teacher.model.plain_logits(token_ids[None], predict_index)[0].float()
@@ -563,7 +560,7 @@ class RandomTeacher:
         self._temperature = settings.rollout.temperature
         self._dtype = DTYPES[settings.dtype]
         self._generator = torch.Generator().manual_seed(0)
-        self._policy_scaling = _scaling(policy)
+        self._policy_logits = policy.logits
         self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
         # For each row that holds a rollout: logprobs [n, V], and the ids of the top tokens.
         self._log_p: list[Tensor] = []
@@ -589,11 +586,11 @@ class RandomTeacher:
                 head,
                 self._config.top_k,
                 temperature=self._temperature,
-                chunk=self._policy_scaling[1],
+                chunk=self._policy_logits.chunk,
             )
             scores = TopTeacher(ids, logprobs)
         divergence = TeacherDivergence(
-            [(None, scores)], self._config.beta, self._policy_scaling, len(head)
+            [(None, scores)], self._config.beta, self._policy_logits, len(head)
         )
         row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
         # A row without rollouts has one token that counts nothing, and the plain side has none for

@@ -102,7 +102,7 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     files = files_at_hub(repo, revision)
     _check_disk(cache, sum(file.file_size or 0 for file in files if file.will_download), repo)
     folder = cache / f"models--{repo.replace('/', '--')}"
-    _, outcome = _fetch_into(folder, repo, lambda: fetch(repo, revision))
+    _, outcome = _fetch_into(folder / "blobs", repo, lambda: fetch(repo, revision))
     commit = files[0].commit_hash[:7]
     size = size_text(sum(file.file_size or 0 for file in files))
     show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")

@@ -46,6 +46,8 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(
         folder,
         model,
+        # Triton's kernels run on no fake device: tests/ranks/test_fused_logprobs.py has them.
+        model={"path": str(model), "dtype": "float32", "logprob_kernel": "plain"},
         rollout={"num_prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 6},
     )
 

@@ -20,7 +20,7 @@ try:
     main()
 except SystemExit as stop:
     status = stop.code
-print("status", status, sorted({"torch", "vllm", "transformers", "datasets", "numpy", "sympy"} & set(sys.modules)))
+print("status", status, sorted({"torch", "vllm", "transformers", "datasets", "sympy"} & set(sys.modules)))
 """  # noqa: E501
 
 

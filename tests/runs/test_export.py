@@ -150,9 +150,8 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ),
         (
             (run / "checkpoints", out),
-            f"CHECKPOINT: {run / 'checkpoints'} is the folder of a run's checkpoints; give one "
-            "of its "
-            f"checkpoints: {checkpoint}",
+            f"CHECKPOINT: {run / 'checkpoints'} is of a run; give one of its checkpoints: "
+            f"{checkpoint}",
         ),
         (
             (model, out),

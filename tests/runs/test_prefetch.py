@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import yaml
 
+from grpo_spmd.checks.memory import size_text
 from tests.support.fake_hub import FakeHub, serve
 from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
@@ -92,9 +93,9 @@ def test_what_it_fetched_is_enough_where_there_is_no_network(
     lines = lines_of(world, hub, home)
     wanted = {path.name for path in model.iterdir()} - {"pytorch_model.bin", "modeling_tiny.py"}
     assert sorted(hub.served) == sorted([*wanted, "README.md", "train.jsonl", "test.jsonl"])
-    size = sum((model / name).stat().st_size for name in wanted) / 1e3
+    size = size_text(sum((model / name).stat().st_size for name in wanted))
     assert lines[0].startswith("prefetch: model acme/tiny, revision ")
-    assert f": {len(wanted)} files, {size:.1f} kB, {size:.1f} kB fetched in " in lines[0]
+    assert f": {len(wanted)} files, {size}, {size} fetched in " in lines[0]
     assert lines[1] == f"  {home}/hub/models--acme--tiny"
     assert lines[2].startswith("prefetch: data hub:acme/sums:main:train: 20 rows, ")
     assert lines[-2:] == [f"  export HF_HOME={home} HF_HUB_OFFLINE=1", "[]"]

@@ -39,6 +39,8 @@ def merged_on_all(local: Reductions) -> Reductions:
 def check_settings_of(config: Config, stop_ids: frozenset[int]) -> UpdateCheckSettings:
     """Settings of an update check that runs at every step."""
     return UpdateCheckSettings(
+        is_on=True,
+        bound_factor=1.0,
         every_steps=1,
         model_path=config.model.path,
         dtype=config.model.dtype,

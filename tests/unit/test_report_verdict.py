@@ -215,6 +215,16 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
     assert checked["partition of tokens"].value == "held 200 times, last at step 200"
 
 
+def test_a_check_that_is_switched_off_is_named(tmp_path: Path) -> None:
+    lines = [{**line, "proofs/update_check_s": 0.0} for line in healthy(20)]
+    config = "run_dir: r\nmodel: {path: m, dtype: bfloat16}\nproofs: {update: false}\n"
+    update = _checked(tmp_path, lines, config=config)["update"]
+    assert (update.level, update.value) == ("warning", "off")
+    titles = [finding.title for finding in list_findings(read_run(tmp_path))]
+    assert titles == ["the check of update is off"]
+    assert "update" not in _checked(tmp_path / "on", lines)
+
+
 def test_the_bound_that_the_config_sets_is_the_bound(tmp_path: Path) -> None:
     config = "run_dir: r\nmodel: {path: m, dtype: float32}\nproofs: {max_mismatch: 0.01}\n"
     checked = _checked(tmp_path, healthy(20), config=config)

@@ -220,7 +220,7 @@ def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
     )
     assert (
         find_episode_error(TOKENS, equal)
-        == "a turn has tokens before and behind one that was given"
+        == "a turn's sampled tokens are interrupted by a token that was not sampled"
     )
     longer = dataclasses.replace(
         EPISODE, turns=(Turn(2, "stop"), Turn(3, "stop"), Turn(1, "length"))
@@ -241,7 +241,7 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"turns": []}, "the tokens that its segments have as sampled are not those of the completion"),
     ({"turns": {}}, r"Expected `array`, got `object` - at `\$.turns`"),
     ({"turns": [3]}, r"Expected `object`, got `int` - at `\$.turns\[0\]`"),
-    ({"turns": [SAMPLED]}, "segment 0 begins with no token that was given"),
+    ({"turns": [SAMPLED]}, "segment 0 is empty or begins with a sampled token"),
     (
         {"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]},
         "the tokens that its segments have as sampled are not",

@@ -362,7 +362,7 @@ def test_a_dump_of_millions_of_lines_is_given_up(run: Path) -> None:
     )
     assert (
         errors.num,
-        "has more than 1,048,576 lines or 4 GiB, as no run writes" in errors.first,
+        "nor more than 1,048,576 lines or 4 GiB" in errors.first,
     ) == (1, True)
 
 

@@ -23,15 +23,17 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import aiohttp
 import msgspec
 
 from grpo_spmd.config.describe import redact
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
 from grpo_spmd.rewards.trl import FailedCallError
+
+if TYPE_CHECKING:
+    import aiohttp
 
 MAX_ANSWER_BYTES = 1 << 20
 # HTTP statuses after which a call is repeated; all 5xx are repeated too.
@@ -115,6 +117,9 @@ class JsonClient:
             except (ValueError, RecursionError) as error:
                 raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
 
+        # It takes 0.2 s to import, and most runs ask no server.
+        import aiohttp
+
         def ask() -> Any:
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
 
@@ -130,6 +135,8 @@ class JsonClient:
             raise FailedCallError(message, may_retry=True) from None
 
     async def _ask(self, payload: bytes | None, limit_s: float | None, max_bytes: int) -> Any:
+        import aiohttp
+
         async with (
             aiohttp.ClientSession(
                 timeout=aiohttp.ClientTimeout(total=limit_s), auto_decompress=False

@@ -199,10 +199,14 @@ class _RankCheckup:
             return 2
         if not self._results:
             self._look()
-        # Unless they were printed before the store was lost.
-        for group, line in () if self._page.counts else self._results:
-            self._page.add(group, line)
-        remedy = "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it; torch must be there"
+        # The store may have been lost after the results were printed.
+        if not self._page.counts:
+            for group, line in self._results:
+                self._page.add(group, line)
+        remedy = (
+            "MASTER_ADDR is rank 0's host, MASTER_PORT a free port of it; rank 0 must run, with "
+            "torch installed"
+        )
         self._page.add("links", bad("ranks", finding, remedy))
         return self._page.close(time.monotonic() - self._start)
 

@@ -526,13 +526,12 @@ def check_swap(target: Target) -> Iterator[Result]:
     host = _read_meminfo(target)
     total = host.get("SwapTotal", 0)
     used = total - host.get("SwapFree", 0)
-    yield rated(
-        "swap",
-        f"{size_text(used)} of {size_text(total)} in use" if total else "none",
-        "ranks that are swapped out make all others wait: end what else is running; swapoff -a",
-        value=-used,
-        wanted=-max(0.1 * total, _GIB),
-    )
+    finding = f"{size_text(used)} of {size_text(total)} in use" if total else "none"
+    if used <= max(0.1 * total, _GIB):
+        yield ok("swap", finding)
+        return
+    remedy = "ranks that are swapped out make all others wait: end what else is running; swapoff -a"
+    yield warning("swap", finding, remedy)
 
 
 def _rank_memory(target: Target) -> dict[str, float]:

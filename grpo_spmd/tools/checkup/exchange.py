@@ -83,6 +83,14 @@ class Report:
     within_node: list[tuple[int, float]] = field(default_factory=list)
     over_all: list[tuple[int, float]] = field(default_factory=list)
 
+    def begin(self, activity: str) -> None:
+        """Notes what the rank is about to do."""
+        self.at = activity
+
+    def set_gpu(self, name: str, gib: float) -> None:
+        """Notes the rank's GPU and its memory in GiB."""
+        self.gpu = (name, gib)
+
     @property
     def card(self) -> Card | None:
         """The card of the rank's GPU; None if it is unknown or the rank is on a CPU."""

@@ -71,12 +71,12 @@ class RankExchange(Exchange):
             text = re.sub(r" *(with )?\[/[^\]]*\]", "", _first_line(error))
             finding = f"{report.at}: {type(error).__name__}: {text}"
             report.lines.append(bad("all-reduce", finding, f"{NO_CONNECTION}; NCCL_DEBUG=INFO"))
-            report.at = "failed"
+            report.begin("failed")
         return report
 
     def _measure(self, report: Report, store: dist.Store, nodes: Sequence[Sequence[int]]) -> None:
         """Collective. Measures the device, within each node if there are several, and over all."""
-        report.at = "its device"
+        report.begin("its device")
         kind = ""
         try:
             device = rank_device(self._local_rank)
@@ -84,7 +84,7 @@ class RankExchange(Exchange):
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 name = torch.cuda.get_device_name()
-                report.gpu = name, torch.cuda.mem_get_info()[1] / 2**30
+                report.set_gpu(name, torch.cuda.mem_get_info()[1] / 2**30)
                 report.lines.append(_check_pinned(device, report))
             kind = device.type
             report.lines.append(ok("device", f"torch uses {name}", {"device": kind}))
@@ -93,10 +93,10 @@ class RankExchange(Exchange):
             report.lines.append(bad("device", finding, remedy or "look at that rank's host"))
         # A group forms only if all ranks have a device of the same kind.
         store.set(f"device/{self.rank}", kind)
-        report.at = WAITING
+        report.begin(WAITING)
         kinds = {store.get(f"device/{rank}").decode() for rank in range(self.num_ranks)}
         if kind and self.num_ranks > 1 and kinds == {kind}:
-            report.at = "forming the group"
+            report.begin("forming the group")
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if kind == "cuda" else "cpu:gloo",
                 store=dist.PrefixStore("group", store),
@@ -108,9 +108,9 @@ class RankExchange(Exchange):
             groups = [dist.new_group([*node]) for node in nodes] if len(nodes) > 1 else []
             for node, group in zip(nodes, groups, strict=False):
                 if self.rank in node and len(node) > 1:
-                    report.within_node = _measure_sums(report, device, group)
-            report.over_all = _measure_sums(report, device, None)
-        report.at = "done"
+                    report.within_node.extend(_measure_sums(report, device, group))
+            report.over_all.extend(_measure_sums(report, device, None))
+        report.begin("done")
 
 
 def _measure_sums(
@@ -120,7 +120,7 @@ def _measure_sums(
     num_ranks = dist.get_world_size(group)
     times = []
     for size in _GPU_SIZES if device.type == "cuda" else _SIZES:
-        report.at = f"the all-reduce of {size >> 10} KiB over {num_ranks} ranks"
+        report.begin(f"the all-reduce of {size >> 10} KiB over {num_ranks} ranks")
         # A sum of ones is exact in float32: another result is a broken link or GPU.
         values = torch.ones(size // 4, device=device)
         sum_in_place(values, group)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -39,7 +40,7 @@ from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model import lora
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.hf_files import load_config
-from grpo_spmd.model.policy import DTYPES, Policy, set_up_layer
+from grpo_spmd.model.policy import DTYPES, Policy, logit_settings, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
@@ -106,7 +107,10 @@ class Pass:
         if is_varlen and self.model.dtype == "bfloat16":
             attention = "varlen"
         with torch.device("meta"):
-            policy = Policy(hf_config, 1.0, self.model.logprob_chunk_tokens, attention, stored)
+            # A machine without triton counts the plain code's buffers, which are larger.
+            fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
+            logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
+            policy = Policy(hf_config, logits, attention, stored)
             policy.requires_grad_(trains_all)
             if not trains_all:
                 lora.add_adapters(policy.model, self.model.lora)

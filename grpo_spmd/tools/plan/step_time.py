@@ -42,6 +42,11 @@ GRAPHS_PER_LAYER = 20 << 20
 # cuBLAS's and attention's workspaces, which vLLM allocates and its sleep keeps: FlashInfer's alone
 # is 394 MiB (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE in vllm/envs.py, 0.32).
 WORKSPACES = int(0.4 * GIB)
+# Bytes of memory traffic for one bfloat16 logit, (forward, backward). plain: the operations of
+# model/logprobs.py over float32 copies, counted one by one. fused: the product of the lm_head is
+# written and read once forward; backward it is written, read, overwritten by its gradient, and read
+# by two products (model/fused_logprobs.py).
+LOGIT_BYTES = {"plain": (64, 50), "fused": (4, 10)}
 # Fraction of the trainer's live bytes that its allocator loses as holes when memory is short. It
 # keeps more (torchtitan#165: 52 % of a card live, 63 % reserved), but gives that back then.
 FRAGMENTATION = 0.05
@@ -283,6 +288,15 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
     return max(flops / case.speed.flops, gathers * gather_s)
 
 
+def _logits_s(case: Case, *, is_update: bool) -> float:
+    """Returns the seconds of turning the logits of all completions into logprobs, in one pass, in
+    an update with the gradients too. Beside the matrix products this is memory traffic alone."""
+    fused = case.config.model.logprob_kernel != "plain"
+    forward, backward = LOGIT_BYTES["fused" if fused else "plain"]
+    num_logits = work_of(case, has_lm_head=True).completion_tokens * case.sizes.vocabulary
+    return num_logits * (forward + backward * is_update) / case.speed.memory
+
+
 def step_time(case: Case, num_running: int) -> dict[str, float]:
     """Returns the seconds of each phase if every rollout has its full length: an upper bound.
 
@@ -295,7 +309,8 @@ def step_time(case: Case, num_running: int) -> dict[str, float]:
     return {
         "weight_sync": _sync_s(case) + offload,
         "rollout": _rollout_s(case, num_running),
-        "logprobs": sum(extra_passes(config)) * forward_s(case, has_lm_head=True),
+        "logprobs": sum(extra_passes(config))
+        * (forward_s(case, has_lm_head=True) + _logits_s(case, is_update=False)),
         "update": _update_s(case) + adamw + offload,
     }
 
@@ -345,5 +360,5 @@ def _update_s(case: Case) -> float:
     # Weights are gathered forward and backward; float32 gradients are reduced.
     moved = 2 * speed.gather_s(case.model, case.itemsize)
     moved += 0 if has_lora else speed.gather_s(case.model, 4)
-    products = case.config.training.num_epochs * flops / speed.flops
-    return max(products, case.num_micro_batches * moved)
+    seconds = flops / speed.flops + _logits_s(case, is_update=True)
+    return max(case.config.training.num_epochs * seconds, case.num_micro_batches * moved)

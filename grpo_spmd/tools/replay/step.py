@@ -235,14 +235,13 @@ def train(
             sums = _make_updater(_EngineAsPolicy(), config).measure(batch)
             loss = loss_metrics(sums, config.loss)["loss/policy"]
             return ReplayedUpdate({"loss/policy": loss}, decision)
-        notes.append(
-            "the critic's advantages are not made again: it is as little to be had as the policy"
-        )
+        notes.append("the critic's advantages are not recomputed: the critic is not here either")
         return ReplayedUpdate({}, decision)
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         model = config.model
         if source is not None and not model.lora.rank:
-            # the checkpoint has all weights: model.path need not be on this machine
+            # The checkpoint has all weights: model.path need not be on this machine, unless a
+            # reference or a teacher's prompts need it.
             export_checkpoint(source, Path(folder, "model"), "float32")
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
         temperature = config.rollout.temperature

@@ -55,7 +55,7 @@ _RICH_TOKENS = 6
 _MAX_PROCESSES = 4
 _POOL_BYTES = 50_000_000  # dumps from which on processes are worth their start
 _NICE = 2  # of the processes that this one starts
-_IS_NICE = 10  # from this nice value on a process takes one core alone
+_LOW_PRIORITY = 10  # nice value from which on the other cores are left to those who need them
 _PR_SET_PDEATHSIG = 1
 
 
@@ -76,7 +76,7 @@ def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
 def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     """Yields the steps of each run as they are made, and last what concerns all of them."""
     begin = time.monotonic()
-    seconds = _PATIENT_S if os.nice(0) >= _IS_NICE else _READING_S
+    seconds = _PATIENT_S if os.nice(0) >= _LOW_PRIORITY else _READING_S
     overviews = [overview(run, len(runs)) for run in runs]
     num_bytes = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - _PROMPTS_BYTES * len(runs)  # base64: 4 for 3
     num_bytes -= sum(len(zlib.compress(json_bytes(content), 1)) for content in overviews)
@@ -157,7 +157,7 @@ def _share_room(
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
     """Yields the steps for which there is time, at least the first, as they are done."""
     num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
-    if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _IS_NICE:
+    if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _LOW_PRIORITY:
         for number, task in enumerate(plan.tasks):
             if number and time.monotonic() > plan.deadline:
                 return

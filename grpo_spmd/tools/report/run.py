@@ -322,7 +322,8 @@ class _ThinnedLines:
 def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """Returns the numbers of a line, and None for those that are not finite.
 
-    `names` collects the names of all lines; their number is bounded.
+    `names` maps each name to the one string that all lines share. A new name is dropped if there
+    are _MAX_METRICS already, or if it is too long.
     """
     numbers: dict[str, float | int | None] = {}
     for name, value in metrics.items():

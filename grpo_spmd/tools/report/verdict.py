@@ -256,7 +256,11 @@ def list_findings(run: RecordedRun) -> list[Finding]:
     # Checks near their bound, so that a verdict of praise does not stand beside them.
     if all(finding.level == "ok" for finding in findings):
         for check in list_checks(run):
-            if check.level != "ok":
+            if check.value == "off":
+                findings.append(
+                    Finding(check.level, f"the check of {check.name} is off", check.text)
+                )
+            elif check.level != "ok":
                 findings.append(
                     Finding(
                         check.level,
@@ -301,6 +305,9 @@ def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_proofs(run: RecordedRun) -> Iterator[Check]:
+    if run.config.get("proofs.update") is False:
+        text = "proofs.update is false: nothing compares the update with a plain recomputation."
+        yield Check("update", "warning", "off", bound="none", text=text)
     interval = run.config.get("proofs.every_steps")
     bound = f"at the start and every {interval} steps" if interval else "at the start"
     for proof in _PROOFS:

@@ -102,7 +102,7 @@ def check_logprobs(
     logprobs = log_p.gather(-1, ids[:, None])[:, 0]
     entropy = -(log_p.exp() * log_p).sum(-1)
     (weights.double() * torch.stack([logprobs, entropy])).sum().backward()
-    truth = [logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)]
+    truth: list[Any] = [logprobs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)]
     fused, plain = results
     compare(f"{dtype}, V {vocabulary}, cap {cap}, entropy {uses_entropy}", fused, plain, truth)
 
@@ -132,7 +132,7 @@ def check_divergence(dtype: torch.dtype, beta: float, cap: float | None) -> None
         m = (beta * t.exp() + (1 - beta) * s.exp()).log()
         divergence = (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
     (weights.double() * divergence).sum().backward()
-    truth = [divergence.detach(), *(leaf.grad for leaf in leaves)]
+    truth: list[Any] = [divergence.detach(), *(leaf.grad for leaf in leaves)]
     fused, plain = results
     compare(f"divergence, {dtype}, beta {beta}, cap {cap}", fused, plain, truth)
     # A teacher that is the policy teaches nothing, exactly.

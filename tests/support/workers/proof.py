@@ -6,6 +6,7 @@ python -m tests.support.workers.proof CONFIG [section.key=value ...]
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections import Counter
@@ -318,9 +319,10 @@ class Trials:
         self.sync()
         check.check(self.step, *_mean_and_largest(self.mismatch()))
 
-        temperature, self.policy.temperature = self.policy.temperature, 1.0
+        logits = self.policy.logits
+        self.policy.logits = dataclasses.replace(logits, temperature=1.0)
         faulty = self.mismatch()
-        self.policy.temperature = temperature
+        self.policy.logits = logits
         self.stops(check, faulty, "rounding has grown")
         self.stops(LogprobCheck(self.config.model.dtype, None), faulty, "the temperatures differ")
         self.stops_every_rank(faulty)

@@ -543,7 +543,7 @@ def faults_of_episodes(trials: Trials) -> int:
 
     sees("an episode goes on after a turn that was cut off", change_groups=turned(cut))
     sees(
-        "an episode is none: a turn has tokens before and behind one that was given",
+        "an episode is none: a turn's sampled tokens are interrupted by a token",
         change_groups=turned(longer),
     )
 

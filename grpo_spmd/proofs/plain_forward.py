@@ -1,0 +1,127 @@
+"""The forward pass of the plain recomputation: transformers' own, with attention written out.
+
+Attention is in float32 whatever the compute dtype (`use_plain_attention`). All other arithmetic is
+in the compute dtype, or in float32 too (`use_float32`): that shows how much bfloat16 itself rounds.
+
+transformers' eager attention rounds the product of queries and keys to the compute dtype. In
+bfloat16 that is no truth to compare with: the key biases of Qwen2 and Qwen2.5 are of the order of
+hundreds (a norm of 605 in the first layer of the 7B), so that scores lose all of their digits
+(transformers#33317: perplexity 8.00 with eager attention, 7.13 with SDPA). Flash attention and SDPA
+accumulate scores in float32 and keep them so; this does the same with plain operations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+_NAME = "grpo_spmd_plain"
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Returns attention [S, L, heads, head_dim] and no weights, as transformers calls it.
+
+    `query` is [S, heads, L, head_dim]; `key` and `value` may have fewer heads. `attention_mask` is
+    added to the scores: it has causality and windows. A soft cap is Gemma 2's."""
+    num_shared = query.shape[1] // key.shape[1]
+    keys = key.repeat_interleave(num_shared, dim=1).float()
+    values = value.repeat_interleave(num_shared, dim=1).float()
+    scores = (query.float() @ keys.transpose(2, 3)) * scaling
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is not None:
+        scores = scores + attention_mask[..., : keys.shape[2]].float()
+    attended = scores.softmax(-1) @ values
+    return attended.to(query.dtype).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_NAME, attend)
+# The mask of transformers' eager attention: 0 and the lowest number, [S, 1, L, L].
+AttentionMaskInterface.register(_NAME, eager_mask)
+
+
+@contextmanager
+def use_plain_attention(model: Any) -> Iterator[None]:
+    """Returns a context manager. Within it the model uses `attend`, and nothing is compiled.
+
+    A backward pass must be within it too: activation checkpointing runs layers again."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    implementations = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = _NAME
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    finally:
+        for config, name in zip(configs, implementations, strict=True):
+            config._attn_implementation = name
+
+
+class _Float32Arguments(TorchFunctionMode):
+    """Casts every bfloat16 tensor that a function of torch is called with to float32."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map(_as_float32, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _as_float32(value: Any) -> Any:
+    is_rounded = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if is_rounded else value
+
+
+def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    with _Float32Arguments():
+        return forward(*args, **kwargs)
+
+
+@contextmanager
+def use_float32(policy: nn.Module) -> Iterator[None]:
+    """Returns a context manager. Within it a model under FSDP computes in float32, with its
+    bfloat16 weights. A backward pass must be within it too."""
+    # Modules with weights of their own. What lies between them follows the dtype of their results.
+    # FSDP's hooks are on modules above these, and must not see the mode: they write into buffers.
+    leaves = [
+        module
+        for module in policy.modules()
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None
+    ]
+    forwards = [vars(leaf).get("forward") for leaf in leaves]
+    states = [m._get_fsdp_state() for m in policy.modules() if isinstance(m, FSDPModule)]
+    precisions = [state._mp_policy for state in states]
+    try:
+        for leaf in leaves:
+            leaf.forward = partial(_call_in_float32, leaf.forward)
+        for state in states:
+            # FSDP casts the hidden states between two layers (torch 2.11 to 2.14).
+            state._mp_policy = dataclasses.replace(state._mp_policy, cast_forward_inputs=False)
+        yield
+    finally:
+        for leaf, forward in zip(leaves, forwards, strict=True):
+            del leaf.forward
+            if forward is not None:
+                leaf.forward = forward
+        for state, precision in zip(states, precisions, strict=True):
+            state._mp_policy = precision
