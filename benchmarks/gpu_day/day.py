@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 from benchmarks.gpu_day.page import page
 from benchmarks.support.report import COMMIT, Row
 from benchmarks.support.tree import MARK, kill_tree
+from benchmarks.support.ways import way_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 SKIPPED = 77  # exit code of a step that has nothing to do here; its last line says why
@@ -251,12 +252,24 @@ class Day:
         process.wait()
         return remaining, ""
 
+    def _way(self) -> str:
+        """The way of starting the engine that the smoke step found, else the default."""
+        passed = [
+            row["way"]
+            for row in self._rows
+            if row["benchmark"] == "gpu_day_smoke" and row["passed"]
+        ]
+        return str(passed[-1]) if passed else "default"
+
     def _environment(self, mark: str, folder: Path) -> dict[str, str]:
         local = {
             MARK: mark,
             COMMIT: self._commit,
             "TMPDIR": str(folder),
             "PYTHONUNBUFFERED": "1",
+            # vLLM names its runner, attention backend and memory of graphs at this level alone.
+            "VLLM_LOGGING_LEVEL": "INFO",
+            **way_environment(self._way()),
             "HF_HUB_OFFLINE": "1",
         }
         # What one step compiled the next one need not: torch would put it into the temporary

@@ -3,7 +3,9 @@ engine and policy are apart, what sleep frees and leaves, and where memory was b
 planner said.
 
     python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--within
-    SECONDS] [--json FILE]
+    SECONDS] [--parked] [--json FILE]
+
+With --parked the policy is offloaded, and a critic and a teacher of its size are there too.
 
 It fails where a proof of the run did, or where the run had not ended --within so many seconds; and
 on a GPU where sleep frees less than 0.7 of what the engine may take, or where what is left after it
@@ -39,6 +41,7 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--within", type=float, help="seconds, after which the run is killed")
+    parser.add_argument("--parked", action="store_true", help="offload, a critic and a teacher")
     args = parser.parse_args()
     size = SIZES[args.size]
     num_parameters = make_model(args.folder / "model", size)
@@ -53,6 +56,13 @@ def main() -> int:
         "proofs": {"every_steps": 1},
         "checkpoint": {"every_steps": 0},
     }
+    if args.parked:
+        sections |= {
+            "model": {"offload": True},
+            "advantage": {"estimator": "gae", "normalize_std": "batch"},
+            "critic": {"path": str(args.folder / "model")},
+            "teacher": {"path": str(args.folder / "model")},
+        }
     config = training_config(args.folder, "run", size, args.steps, "bfloat16", **sections)
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
     try:
@@ -70,7 +80,8 @@ def main() -> int:
     import torch  # only now: a context of this process on the GPU would be in the run's ledger
 
     on_gpu = torch.cuda.is_available()
-    ran = {"model": f"{args.size}, {num_parameters:,} parameters"}
+    name = args.size + (" parked" if args.parked else "")
+    ran = {"model": f"{name}, {num_parameters:,} parameters"}
     ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
     fraction = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"][
         "gpu_memory_utilization"

@@ -37,6 +37,7 @@ from typing import Any
 import yaml
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
+from benchmarks.support.ways import current_rollout
 from grpo_spmd.model.config_json import dimensions
 from grpo_spmd.tools.plan.step_time import Work as Passes
 from grpo_spmd.tools.plan.step_time import decode_bytes, decode_flops, forward_flops
@@ -421,6 +422,7 @@ def training_config(
     }
     for section, values in sections.items():
         config[section] = config.get(section, {}) | values
+    config["rollout"] |= current_rollout()
     (folder / "reward.py").write_text(
         "def length(completion_ids, **_):\n    return [float(len(ids) % 7) for ids in "
         "completion_ids]\n"

@@ -269,7 +269,10 @@ class RolloutEngine:
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks, with the same requests. Returns their completions.
 
-        A completion depends on the weights, the prompt, its seed and temperature, not on the batch.
+        On a CPU a completion depends on the weights, the prompt, its seed and temperature, not on
+        the batch. On a GPU the batch may change the last bits of its logits, and so a token, unless
+        VLLM_BATCH_INVARIANT=1 is set. Versions of vLLM draw other completions from the same seed
+        (0.26 by Philox, 0.33 by Murmur3).
         Logprobs are those of the distribution that was sampled from (greedy: of temperature 1). A
         completion with finish_reason "stop" ends with the stop token. Raises EngineStateError if
         the engine is asleep or holds another version than `policy_version`."""
