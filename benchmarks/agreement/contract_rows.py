@@ -72,6 +72,8 @@ OPTIONS = (
     _option("enforce_eager", "on a CPU: no compilation of the model"),
     _option("block_size", "on a CPU: 32, so that prompts under 128 tokens are cached too"),
     _option("kv_cache_memory_bytes", "on a CPU vLLM would ask for nearly all memory on each rank"),
+    _option("enable_chunked_prefill", "on a CPU: False, since a CPU generator cannot be set back"),
+    _option("max_num_batched_tokens", "on a CPU: room for the longest sequence in one step"),
     _option(
         "disable_custom_all_reduce",
         "what a user sets who wants expandable segments with tensor parallelism",
