@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +26,9 @@ LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 _NAME_COLUMNS = 14
 _MAX_FILE_BYTES = 1 << 20
 _programs: list[subprocess.Popen[str]] = []
+# Held while a program is started: a checkup that ends meanwhile, in another thread, waits and ends
+# that program too.
+_starting = threading.Lock()
 _RANK_VARIABLES = {
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
     "TORCHELASTIC_RUN_ID",
@@ -109,16 +113,17 @@ class Target:
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
-        program = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            env={**env, **(environ or {})},
-        )
-        _programs.append(program)
+        with _starting:
+            program = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**env, **(environ or {})},
+            )
+            _programs.append(program)
         with program:
             try:
                 outputs = program.communicate(timeout=timeout_s)
@@ -129,6 +134,8 @@ class Target:
 
 def end_programs() -> None:
     """Ends the programs of checks that still run."""
+    # Not given back: nothing is started any more, until the process exits.
+    _starting.acquire()
     for program in _programs:
         program.kill()
 
