@@ -61,6 +61,7 @@ from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
 from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
 from grpo_spmd.proofs.logprob_check import LogprobCheck
+from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
@@ -248,10 +249,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         max_completion_tokens=config.rollout.max_completion_tokens,
         value_head=signals.value_head,
     )
+    for sentence in weakened_proofs({f"proofs.{k}": v for k, v in vars(config.proofs).items()}):
+        _log.warning(sentence)
     # The running check recomputes what the updater does, from the same settings.
     check_settings = UpdateCheckSettings(
         every_steps=config.proofs.every_steps,
         is_on=config.proofs.update,
+        checks_signals=config.proofs.signals,
         bound_factor=config.proofs.bound_factor,
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -284,7 +288,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         policy,
         engine,
         config.rollout.sync_bucket_bytes(session.device.type),
-        config.proofs.every_steps,
+        config.proofs.every_steps if config.proofs.weights else None,
         offload,
         is_named=config.checkpoint.rollout_buffer,
     )
@@ -323,7 +327,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
     # The time limits are set only now: engine and policy have made their process groups.
     set_collective_timeouts(config.watchdog)
-    logprob_check = LogprobCheck(config.model.dtype, config.proofs.max_mismatch)
+    logprob_check = LogprobCheck(
+        config.model.dtype, config.proofs.max_mismatch, is_on=config.proofs.logprobs
+    )
     logprob_check.restore(start.trainer)
     phase, log = open_log(
         config,

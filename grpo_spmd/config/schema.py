@@ -538,12 +538,21 @@ class ProofConfig:
     max_mismatch: PositiveFloat | None = None
     """mean |policy - engine| of a token's logprob, in nats, above which the run stops; null:
     derived from the first step"""
+    weights: bool = True
+    """prove tensor by tensor that the engine holds the policy's weights; false: all weights go
+    through vLLM's loader, which is slower, since direct copies follow a map that is proved first"""
+    logprobs: bool = True
+    """stop where the engine's logprobs and the policy's differ by more than rounding; false: they
+    are only measured"""
     update: bool = True
     """check the update against a plain recomputation; false: nothing looks at loss, gradient,
-    AdamW, advantages, prompts, rewards' inputs and the reference while the run goes on"""
-    bound_factor: Annotated[float, Meta(ge=1, le=1000)] = 1.0
-    """multiplies the bounds of scores and gradients in the check of the update, for a model that
-    rounds more than others"""
+    AdamW, advantages, prompts, rewards' inputs, the reference, teachers and critic while the run
+    goes on"""
+    signals: bool = True
+    """check what teachers, critic and reward models gave against plain forward passes"""
+    bound_factor: Annotated[float, Meta(ge=1, le=3)] = 1.0
+    """multiplies the bounds of scores and gradients in the checks of update and signals, for a
+    model that rounds more than others"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,14 +30,15 @@ class WeightSync:
         policy: Policy,
         engine: RolloutEngine,
         bucket_bytes: int,
-        prove_every_steps: int = 0,
+        prove_every_steps: int | None = 0,
         offload: HostOffload | None = None,
         is_named: bool = False,
     ) -> None:
         """Raises ConfigError as `refuse_unsynced_tensors` does.
 
-        With `prove_every_steps` 0 only the first syncs are proved. With `is_named` the stats have a
-        hash of the weights, which a rollout buffer needs."""
+        With `prove_every_steps` 0 only the first syncs are proved, with None none is, and then no
+        tensor is copied directly: the map that the copies follow is proved first. With `is_named`
+        the stats have a hash of the weights, which a rollout buffer needs."""
         refuse_unsynced_tensors(policy.model, engine)
         self._policy = policy
         self._engine = engine
@@ -79,9 +80,8 @@ class WeightSync:
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
-        is_due = not self._has_proved or (
-            self._prove_every_steps > 0 and step % self._prove_every_steps == 0
-        )
+        every = self._prove_every_steps
+        is_due = every is not None and (not self._has_proved or (every > 0 and step % every == 0))
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
             # A base that stays is not counted in the stats: a new process sends it once more, and

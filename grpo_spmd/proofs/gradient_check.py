@@ -94,7 +94,8 @@ NOISE_FACTOR = 2.0
 # However much a model rounds, a fault must show: a wrong sign makes a gradient's difference 2.
 _MAX_GRADIENT_BOUND = 0.7
 _MAX_SCORE_BOUND = 0.3
-# One lone tensor may be this many times above its bound before it stops the run.
+# One lone tensor may be this many times above its bound before it stops the run, but never above
+# _MAX_GRADIENT_BOUND: without its gradient a tensor's difference is 1.
 _LONE_EXCESS = 2.0
 # The name of the whole gradient beside those of tensors.
 WHOLE = "the whole model"
@@ -246,6 +247,8 @@ class UpdateCheckSettings:
     """`proofs.every_steps`. 0: only at the first step."""
     is_on: bool
     """`proofs.update`. False: nothing is checked."""
+    checks_signals: bool
+    """`proofs.signals`. False: what teachers and critic gave is not checked."""
     bound_factor: float
     """`proofs.bound_factor`: multiplies the bounds of scores and gradients."""
     model_path: str
@@ -264,6 +267,11 @@ class UpdateCheckSettings:
     is_agent: bool = False
     """True if the episodes are those of `environment.agent`: an agent may go on after a turn that
     was cut off."""
+
+    @property
+    def score_bound(self) -> float:
+        """The bound of SCORE_BOUNDS for this run."""
+        return SCORE_BOUNDS[self.dtype] * self.bound_factor
 
 
 class _TrainerPass:
@@ -331,8 +339,12 @@ class GradientCheck:
         bounds = _BOUNDS[settings.dtype]
         self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
-        self._min_score_bound = SCORE_BOUNDS[settings.dtype] * settings.bound_factor
+        self._score_bound_of_dtype = SCORE_BOUNDS[settings.dtype]
+        self._min_score_bound = settings.score_bound
         self.score_bound = self._min_score_bound
+        # Of a score by the same function on the same row, where only the order of a reduction may
+        # differ: neither the model's noise nor proofs.bound_factor widens it.
+        self.repeated_score_bound = 0.0
         self._gradient_bound = self._bounds.gradient
         self._is_rounded = settings.dtype != "float32"
 
@@ -412,11 +424,8 @@ class GradientCheck:
             self._bounds.reduction,
         )
         # 4. What is beyond a bound is judged by how much this model rounds in this number format.
-        is_within = all(value <= self.score_bound for value in differences.values()) and all(
-            value <= self._gradient_bound for value in relative.values()
-        )
         noise = dict.fromkeys(relative, 0.0)
-        if any_rank(not is_within) and self._is_rounded:
+        if self._is_rounded and any_rank(self._is_beyond_bounds(differences, relative)):
             score_noise, noise = self._measure_noise(
                 rollouts, columns, teacher, counts=counts, squares=trainer_squares, device=device
             )
@@ -463,11 +472,21 @@ class GradientCheck:
                 self.score_bound,
             )
 
+    def _is_beyond_bounds(self, differences: dict[str, float], relative: dict[str, float]) -> bool:
+        """Returns whether a difference of scores or gradients is above its format's bound, or
+        NaN."""
+        is_within = all(value <= self.score_bound for value in differences.values()) and all(
+            value <= self._gradient_bound for value in relative.values()
+        )
+        return not is_within
+
     def _widen_bounds(self, mean_max_logit: float) -> None:
         """Widens the bounds for large logits, which are rounded by more than small ones.
 
         `mean_max_logit` is the mean of the largest |logit| / temperature of a token."""
-        self.score_bound = max(self._min_score_bound, mean_max_logit * self._rounding)
+        largest_rounding = mean_max_logit * self._rounding
+        self.score_bound = max(self._min_score_bound, largest_rounding)
+        self.repeated_score_bound = max(self._score_bound_of_dtype, largest_rounding) / 10
         gradient_bound = self._bounds.gradient * self.score_bound / self._min_score_bound
         self._gradient_bound = max(self._bounds.gradient, min(0.5, gradient_bound))
 
@@ -550,7 +569,8 @@ class GradientCheck:
         worst = max(excess, key=lambda name: excess[name])
         num_above = sum(value > 1.0 for name, value in excess.items() if name != WHOLE)
         subject = f"the gradient of {worst}, of its norm,"
-        is_lone = num_above == 1 and excess[WHOLE] <= 1.0 and excess[worst] <= _LONE_EXCESS
+        lone_bound = min(_LONE_EXCESS * bounds[worst], _MAX_GRADIENT_BOUND)
+        is_lone = num_above == 1 and excess[WHOLE] <= 1.0 and relative[worst] <= lone_bound
         if self._is_rounded and is_lone:
             _log.warning(
                 "%s is off by %.3g (bound %.3g), alone and by little: likely bfloat16's rounding",

@@ -94,8 +94,10 @@ class LogprobCheck:
     entered was skipped, so that here it can only be an engine's logprob that the loss does not use.
     """
 
-    def __init__(self, dtype: str, max_mismatch: float | None) -> None:
-        """`max_mismatch`, if set, bounds the mean of every step, and nothing else is bounded."""
+    def __init__(self, dtype: str, max_mismatch: float | None, *, is_on: bool = True) -> None:
+        """`max_mismatch`, if set, bounds the mean of every step, and nothing else is bounded.
+        `is_on` is `proofs.logprobs`: if False, nothing is."""
+        self._is_on = is_on
         self._dtype = dtype
         self._max_mismatch = max_mismatch
         self.first_step: tuple[float, float] | None = None
@@ -123,7 +125,7 @@ class LogprobCheck:
 
         `mean` and `largest` are |policy - engine| over the tokens of all ranks, in nats; None if
         the step has no tokens. `tilt_sums` are the sums of `losses.TILT_SUMS` in this order."""
-        if mean is None or largest is None:
+        if mean is None or largest is None or not self._is_on:
             return
         first_mean = self.first_step[0] if self.first_step is not None else None
         mean_bound, largest_bound = bounds_of(self._dtype, self._max_mismatch, first_mean)

@@ -57,12 +57,19 @@ class RewardModelCheck:
     """Checks one reward model. It shares no code with the scoring of micro-batches."""
 
     def __init__(
-        self, files: RewardModelFiles, model: RewardModel, policy_tokenizer: Any, dtype: str
+        self,
+        files: RewardModelFiles,
+        model: RewardModel,
+        policy_tokenizer: Any,
+        *,
+        dtype: str,
+        bound_factor: float = 1.0,
     ) -> None:
+        """`dtype` is `model.dtype`, `bound_factor` is `proofs.bound_factor`."""
         self._files = files
         self._model = model
         self._policy_tokenizer = policy_tokenizer
-        self._text_bound, self._mean_bound = _BOUNDS[dtype]
+        self._text_bound, self._mean_bound = (bound * bound_factor for bound in _BOUNDS[dtype])
         # A tokenizer of its own, read from the files once more.
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=False

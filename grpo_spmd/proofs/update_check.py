@@ -82,16 +82,11 @@ class UpdateCheck(UpdateObserver):
         signals: SignalProofs,
     ) -> None:
         self._settings = settings
-        if not settings.is_on:
-            _log.warning(
-                "proofs.update is false: nothing compares this run's updates with a plain "
-                "recomputation"
-            )
         self._session = session
         self._policy = policy
         self._reference = reference
         self._tokenizer = tokenizer
-        self._signal_checks = signals.checks
+        self._signal_checks = signals.checks if settings.checks_signals else ()
         # The folder is looked up now: later it may be gone, and a hub id may stand for other files.
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as the model's files have them.
@@ -252,13 +247,11 @@ class UpdateCheck(UpdateObserver):
             ("reference", row.ref_logprobs, self._reference),
         ):
             if attached is not None and score is not None:
-                # The same function on the same row: only the order of a reduction may differ, so
-                # the bound is a tenth.
                 result.check_difference(
                     f"the {name} logprob that the loss is given, in nats on average,",
                     "attached",
                     float((score(row)[0] - attached).abs().nan_to_num().mean()),
-                    self._gradients.score_bound / 10,
+                    self._gradients.repeated_score_bound,
                 )
         # No backward pass follows that would give the gathered parameters back.
         reshard(self._policy)

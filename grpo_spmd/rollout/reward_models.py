@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from grpo_spmd.config.schema import ModelConfig, RewardConfig
+from grpo_spmd.config.schema import ModelConfig, ProofConfig, RewardConfig
 from grpo_spmd.distributed.collectives import exchange_values
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
@@ -104,7 +104,7 @@ class RewardModels:
     models: Sequence[ModelReward]
     engine: RolloutEngine
     checks: Mapping[str, RewardModelCheck]
-    """The checks by the model's name.
+    """The checks by the model's name; none where `proofs.signals` is off.
 
     They run at each scoring (also of an evaluation) in the process's first step and in steps that
     `check_every_steps` divides; with 0 they run in the first step alone."""
@@ -123,7 +123,7 @@ class RewardModels:
         self.engine.rest()
         return merge_results(
             [
-                model.score(groups, scored.texts, self.checks[model.name] if is_due else None)
+                model.score(groups, scored.texts, self.checks.get(model.name) if is_due else None)
                 for model in self.models
             ]
         )
@@ -137,7 +137,7 @@ def build_reward_models(
     policy_tokenizer: Any,
     engine: RolloutEngine,
     session: Session,
-    check_every_steps: int,
+    proofs: ProofConfig,
 ) -> RewardModels:
     """Collective. Builds the models of `rewards`; `max_tokens` is the most tokens of a packed row.
 
@@ -152,9 +152,16 @@ def build_reward_models(
         files = read_reward_model(index, reward, folder, max_tokens)
         texts = RewardTexts(files, policy_tokenizer)
         model = build_reward_model(files, model_config, session)
-        checks[files.name] = RewardModelCheck(files, model, policy_tokenizer, model_config.dtype)
+        if proofs.signals:
+            checks[files.name] = RewardModelCheck(
+                files,
+                model,
+                policy_tokenizer,
+                dtype=model_config.dtype,
+                bound_factor=proofs.bound_factor,
+            )
         models.append(ModelReward(files.name, model, texts, max_tokens))
-    return RewardModels(models, engine, checks, check_every_steps)
+    return RewardModels(models, engine, checks, proofs.every_steps)
 
 
 def score_over_ranks(

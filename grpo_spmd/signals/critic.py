@@ -47,7 +47,6 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import is_first_replica, reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
 from grpo_spmd.proofs.gradient_check import (
-    SCORE_BOUNDS,
     CheckResult,
     UpdateCheckSettings,
     join_ranks,
@@ -417,7 +416,7 @@ class CriticCheck:
         self._config = config
         self._loss = settings.loss
         self._whitens = settings.advantage.normalize_std == "batch"
-        self._bound = SCORE_BOUNDS[settings.dtype]
+        self._bound = settings.score_bound
 
     def __call__(
         self,

@@ -99,7 +99,7 @@ def open_reward_models(
             policy_tokenizer=tokenizer,
             engine=engine,
             session=session,
-            check_every_steps=config.proofs.every_steps,
+            proofs=config.proofs,
         )
         more.append(models)
     if not more:

@@ -45,7 +45,6 @@ from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
-    SCORE_BOUNDS,
     CheckResult,
     UpdateCheckSettings,
     join_ranks,
@@ -376,7 +375,7 @@ class TeacherCheck:
     def __init__(self, teacher: Teacher, settings: UpdateCheckSettings) -> None:
         self._teacher = teacher
         self._temperature = settings.rollout.temperature
-        self._bound = SCORE_BOUNDS[settings.dtype]
+        self._bound = settings.score_bound
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
 
     @torch.no_grad()

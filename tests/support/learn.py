@@ -40,6 +40,7 @@ def check_settings_of(config: Config, stop_ids: frozenset[int]) -> UpdateCheckSe
     """Settings of an update check that runs at every step."""
     return UpdateCheckSettings(
         is_on=True,
+        checks_signals=True,
         bound_factor=1.0,
         every_steps=1,
         model_path=config.model.path,

@@ -12,14 +12,17 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import ModelConfig
+from grpo_spmd.config.schema import ModelConfig, ProofConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.proofs import gradient_check
 from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck, SignalProofs
+from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
 from tests.support.learn import check_settings_of
 from tests.support.models import make_model, write_config
@@ -105,6 +108,34 @@ def test_noise_widens_a_bound_and_never_hides_a_wrong_sign() -> None:
     deaf = {"a": 5.0, "b": 5.0, WHOLE: 5.0}
     assert judged({"a": 2.0, "b": 2.0, WHOLE: 2.0}, deaf, rounded=True).errors
     assert gradient_check._MAX_GRADIENT_BOUND < 1.0  # a gradient that is missing has 1
+    # Nor does it hide that one tensor's gradient is missing, however little it is of the whole.
+    assert judged({"a": 0.99, "b": 0.1, WHOLE: 0.1}, deaf, rounded=True).errors
+
+
+def test_a_factor_that_would_hide_a_missing_gradient_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path, tmp_path / "model")
+    for factor in (0.5, 3.1, 1000):
+        with pytest.raises(ConfigError, match=r"proofs\.bound_factor"):
+            load_config(config, [f"proofs.bound_factor={factor}"])
+    bounds = gradient_check._BOUNDS
+    assert all(3 * of_format.gradient < 1.0 for of_format in bounds.values())
+
+
+def test_a_switch_that_is_off_is_said() -> None:
+    names = [field.name for field in dataclasses.fields(ProofConfig) if field.type == "bool"]
+    assert names == ["weights", "logprobs", "update", "signals"]
+    for name in names:
+        (sentence,) = weakened_proofs({f"proofs.{name}": False, "proofs.bound_factor": 1.0})
+        assert sentence.startswith(f"proofs.{name} is false: no")
+    (sentence,) = weakened_proofs({"proofs.bound_factor": 2.5})
+    assert sentence.startswith("proofs.bound_factor is 2.5: ")
+    assert not [*weakened_proofs({})]
+
+
+def test_the_logprob_check_can_be_switched_off() -> None:
+    LogprobCheck("float32", None, is_on=False).check(1, mean=9.0, largest=99.0)
+    with pytest.raises(MismatchError):
+        LogprobCheck("float32", None).check(1, mean=9.0, largest=99.0)
 
 
 def test_the_check_can_be_relaxed_or_switched_off(tmp_path: Path) -> None:
@@ -120,6 +151,11 @@ def test_the_check_can_be_relaxed_or_switched_off(tmp_path: Path) -> None:
     )
     assert relaxed._gradient_bound == pytest.approx(3 * plain._gradient_bound)
     assert relaxed.score_bound == pytest.approx(3 * plain.score_bound)
+    # The same function on the same row rounds alike: neither noise nor the key widens that bound.
+    for check in (plain, relaxed):
+        check._widen_bounds(mean_max_logit=1.0)
+        check.score_bound = 0.3
+        assert check.repeated_score_bound == pytest.approx(0.005)
     off = object.__new__(UpdateCheck)
     off._settings = dataclasses.replace(settings, is_on=False)
     # Whatever it would look at is not touched.

@@ -218,11 +218,12 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
 def test_a_check_that_is_switched_off_is_named(tmp_path: Path) -> None:
     lines = [{**line, "proofs/update_check_s": 0.0} for line in healthy(20)]
     config = "run_dir: r\nmodel: {path: m, dtype: bfloat16}\nproofs: {update: false}\n"
-    update = _checked(tmp_path, lines, config=config)["update"]
-    assert (update.level, update.value) == ("warning", "off")
-    titles = [finding.title for finding in list_findings(read_run(tmp_path))]
-    assert titles == ["the check of update is off"]
-    assert "update" not in _checked(tmp_path / "on", lines)
+    assert "update" not in _checked(tmp_path, lines, config=config)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert (finding.level, finding.title) == ("warning", "proofs.update is false")
+    assert finding.text == "nothing compares the update with a plain recomputation."
+    _checked(tmp_path / "on", lines)
+    assert "proofs" not in str(list_findings(read_run(tmp_path / "on")))
 
 
 def test_the_bound_that_the_config_sets_is_the_bound(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.proofs.logprob_check import bounds_of
+from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.tools.report.run import RecordedRun
 
 Floats = npt.NDArray[np.float64]
@@ -256,11 +257,7 @@ def list_findings(run: RecordedRun) -> list[Finding]:
     # Checks near their bound, so that a verdict of praise does not stand beside them.
     if all(finding.level == "ok" for finding in findings):
         for check in list_checks(run):
-            if check.value == "off":
-                findings.append(
-                    Finding(check.level, f"the check of {check.name} is off", check.text)
-                )
-            elif check.level != "ok":
+            if check.level != "ok":
                 findings.append(
                     Finding(
                         check.level,
@@ -304,10 +301,10 @@ def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
         )
 
 
-def _judge_proofs(run: RecordedRun) -> Iterator[Check]:
-    if run.config.get("proofs.update") is False:
-        text = "proofs.update is false: nothing compares the update with a plain recomputation."
-        yield Check("update", "warning", "off", bound="none", text=text)
+def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
+    for sentence in weakened_proofs(run.config):
+        title, _, consequence = sentence.partition(": ")
+        yield Finding("warning", title, f"{consequence}.")
     interval = run.config.get("proofs.every_steps")
     bound = f"at the start and every {interval} steps" if interval else "at the start"
     for proof in _PROOFS:

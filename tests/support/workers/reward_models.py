@@ -68,7 +68,7 @@ def main() -> None:
         )
         built[case] = model
         reward = ModelReward(case, model, RewardTexts(files, tokenizer), budget)
-        check = RewardModelCheck(files, model, tokenizer, dtype)
+        check = RewardModelCheck(files, model, tokenizer, dtype=dtype)
         # The first rank has few groups, and the last of several none at all.
         groups = groups_of(kind, tokenizer)
         dealt = [groups[:2], groups[2:]][session.rank] if session.world_size > 1 else groups
