@@ -57,6 +57,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "learning": measured_trials.learning,
     "trl_loss": measured_trials.trl_loss,
     "families": measured_trials.families,
+    "trained_weights": measured_trials.trained_weights,
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
     "contract": measured_trials.contract,
@@ -93,6 +94,7 @@ def table(record: Record) -> Iterator[str]:
 BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "measured": table,
     "families": measured_trials.families_table,
+    "trained_weights": measured_trials.trained_weights_table,
     "plan": measured_trials.plan_table,
     "predictions": measured_trials.predictions_table,
     "mutations": measured_trials.mutations_table,

@@ -35,6 +35,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.agreement.mutations_faults import FAULTS, SHORTER, Fault, plant, problems
+from benchmarks.agreement.trained_weights import CASES, REWARD, make_case
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
 from grpo_spmd.demo.countdown import make_demo
 from tests.support.models import make_model
@@ -66,6 +67,11 @@ def main() -> None:
         action="store_true",
         help="say whether every fault can be planted, and run nothing",
     )
+    parser.add_argument(
+        "--trained-weights",
+        action="store_true",
+        help="train a Qwen2 with a key bias of 605 in bfloat16, and run no tests",
+    )
     args = parser.parse_args()
     if actual := problems(_ROOT):
         sys.exit("\n".join(actual))
@@ -85,12 +91,17 @@ def main() -> None:
             signal.signal(number, end)
         created = Path(folder, "made")
         _make_models_and_data(created)
+        model = _make_trained(created) if args.trained_weights else ()
         trials = [(None, chosen), *((fault, [fault]) for fault in chosen)]
         jobs = [
-            pool.submit(_row, *trial, created, Path(folder, str(number)))
+            pool.submit(_row, *trial, created, Path(folder, str(number)), model=model)
             for number, trial in enumerate(trials)
         ]
         rows = [job.result() for job in jobs]
+    if args.trained_weights:
+        # Not judged: some faults are smaller than the rounding of such a model.
+        report("mutations_trained_weights", rows, args.json)
+        return
     report("mutations", rows, args.json)
     if faulty := [row["fault"] for row in rows if not row["as it should be"]]:
         sys.exit(
@@ -146,19 +157,41 @@ def _make_models_and_data(made: Path) -> None:
     (made / "two_stops/generation_config.json").write_text(json.dumps({"eos_token_id": [0, 5]}))
 
 
-def _row(fault: Fault | None, used: Sequence[Fault], made: Path, copy: Path) -> Row:
+def _make_trained(made: Path) -> tuple[str, ...]:
+    """Makes a model with weights like trained ones, and returns the overrides that train it."""
+    make_case(made / "trained", CASES["Qwen2, 12 layers, key bias 605"])
+    (made / "reward.py").write_text(REWARD)
+    return (
+        f"model.path={made}/trained",
+        "model.dtype=bfloat16",
+        # Braces are doubled once more: `_train` fills in {made}.
+        f"rewards=[{{{{function: '{made}/reward.py:even'}}}}]",
+        "optimizer.lr=1e-4",
+    )
+
+
+def _row(
+    fault: Fault | None,
+    used: Sequence[Fault],
+    made: Path,
+    copy: Path,
+    *,
+    model: tuple[str, ...] = (),
+) -> Row:
     """Plant a fault, or none, in a new copy, and see what notices: the trainings and tests of the
-    faults in `used`."""
+    faults in `used`.
+
+    With `model`, the overrides of a model to train, no tests are run."""
     start = time.perf_counter()
     _copy_repository(copy)
     for edit in (SHORTER, fault):
         if edit is not None:
             plant(copy, edit)
-    proofs = _train(copy, made, [f.overrides for f in used])
+    proofs = _train(copy, made, [(*f.overrides, *model) for f in used])
     every_step = _train(
-        copy, made, [(*f.overrides, "proofs.every_steps=1") for f in used if f.of_sync]
+        copy, made, [(*f.overrides, *model, "proofs.every_steps=1") for f in used if f.of_sync]
     )
-    tests = _test(copy, list(dict.fromkeys(test for f in used for test in f.tests)))
+    tests = _test(copy, [] if model else list(dict.fromkeys(t for f in used for t in f.tests)))
     shutil.rmtree(copy)
     cells = [cell for cell in (proofs, every_step, tests) if cell != _NOT_RUN]
     if fault is None:

@@ -8,6 +8,7 @@ move.
 from __future__ import annotations
 
 import ast
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,6 +63,8 @@ _LOAD = (
     "full_tensors(pieces, dtype), step, direct, pieces=pieces)\n"
 )
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
+
+_PARSER = threading.Lock()
 
 FAULTS = (
     Fault(
@@ -438,7 +441,9 @@ def plant(root: Path, fault: Fault, *, write: bool = True) -> None:
         )
     text = text.replace(fault.old, fault.new)
     try:
-        ast.parse(text)
+        # Python 3.11 counts its parser's recursion over all threads, and several plant at once.
+        with _PARSER:
+            ast.parse(text)
     except SyntaxError as error:
         raise ValueError(f"{fault.name}: {fault.file} does not parse: {error}") from None
     if write:

@@ -228,6 +228,41 @@ def predictions_table(record: Record) -> Iterator[str]:
 _SEQUENCES = "full-length sequences at one time"
 
 
+def trained_weights(record: Record) -> Iterator[Line]:
+    rows = record.newest("trained_weights", "model")
+    if rows:
+        alarms = [row["model"] for row in rows if row["alarm"]]
+        ratio = max(row.number("largest difference / noise") for row in rows)
+        margin = max(row.number("gradient off by") / row.number("its bound") for row in rows)
+        yield Line(
+            f"{len(rows)} models in bfloat16 with weights like trained ones, 20 steps each",
+            f"alarms: {listed(alarms) or 'none'}; a gradient's difference is at most "
+            f"{figure(margin)} of its bound, and where above 0.1 at most {figure(ratio)} times the "
+            "noise measured",
+            rows,
+        )
+
+
+def trained_weights_table(record: Record) -> Iterator[str]:
+    yield (
+        "| | logprobs off by, nats | their noise | a tensor's gradient off by | its noise | its "
+        "bound | whole gradient off by | engine and policy, nats |"
+    )
+    yield "|---|---|---|---|---|---|---|---|"
+    columns = (
+        "logprobs off by",
+        "their noise",
+        "gradient off by",
+        "its noise",
+        "its bound",
+        "whole gradient off by",
+        "mismatch",
+    )
+    for row in record.newest("trained_weights", "model"):
+        cells = [figure(row.number(column)) for column in columns]
+        yield f"| {row['model']}{' **alarm**' if row['alarm'] else ''} | {' | '.join(cells)} |"
+
+
 def mutations(record: Record) -> Iterator[Line]:
     rows, untried = _mutations(record)
     if rows:
@@ -238,6 +273,17 @@ def mutations(record: Record) -> Iterator[Line]:
         pieces += [f"not tried yet: {len(untried)}"] if untried else []
         yield Line(
             f"{len(rows)} faults planted in a copy of this repository", "; ".join(pieces), rows
+        )
+
+    trained = record.newest("mutations_trained_weights", "fault")
+    planted = [row for row in trained if row["fault"] != "no fault"]
+    if planted:
+        unseen = _unseen(planted, "running proofs")
+        num_seen = len(planted) - len(unseen)
+        yield Line(
+            f"{len(planted)} of them in bfloat16, on a Qwen2 with a key bias of 605",
+            f"the running proofs stop {num_seen}; not: {_or_none(unseen)}",
+            trained,
         )
 
 
