@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
+from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.demo.countdown import fill_distillation_demo, make_demo
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import make_folder, temporary_folder
@@ -50,11 +51,14 @@ def main() -> None:
     interrupt.listen(quit_cleanly)
     # torch reads it. On a busy machine a second thread makes it many times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
-    if args.name == "countdown":
-        make_demo(out, args.seed, args.numbers)
-    else:
-        fill = functools.partial(_FILLS[args.name], seed=args.seed)
-        make_folder(out, {"seed": args.seed, "demo": args.name}, fill)
+    try:
+        if args.name == "countdown":
+            make_demo(out, args.seed, args.numbers)
+        else:
+            fill = functools.partial(_FILLS[args.name], seed=args.seed)
+            make_folder(out, {"seed": args.seed, "demo": args.name}, fill)
+    except ConfigError as error:
+        refuse(error)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed import startup
 
 _WARM_UP_STEPS = 50
@@ -121,7 +122,8 @@ def make_folder(
     """Writes `out`/model and `out`/train.jsonl, or neither.
 
     Does nothing if the same `settings` and code made the folder that is there. `fill` writes the
-    model into the folder that it gets, and returns the rows.
+    model into the folder that it gets, and returns the rows. Raises ConfigError if something is
+    there that no demo has made: it would be deleted.
     """
     # A demo of other code may have another tokenizer or template, so it is made again.
     made_from = settings | {"code": _code()}
@@ -131,6 +133,7 @@ def make_folder(
             return
     except (OSError, ValueError):
         pass
+    _refuse_foreign(out)
     start = time.perf_counter()
     print(f"demo: making a tiny model and its prompts in {out}, half a minute or more", flush=True)
     startup.begin("demo: importing torch and transformers")
@@ -147,6 +150,16 @@ def make_folder(
         startup.end()
         shutil.rmtree(temporary, ignore_errors=True)
     print(f"demo: made in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Raises ConfigError unless `out` is absent, an empty folder, or a folder that a demo made."""
+    is_ours = (out / "made_from.json").is_file()
+    if os.path.lexists(out) and not is_ours and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(
+            f"--out: {out} was not made by this command (it has no made_from.json), and would be "
+            "deleted; name a folder that does not exist"
+        )
 
 
 def temporary_folder(out: Path) -> Path:

@@ -587,6 +587,9 @@ def test_mistakes_are_one_line(
     for arguments, message in (
         ((str(tmp_path / "none"),), "is no folder"),
         ((str(folder), "--out", str(tmp_path)), "is a folder; name a file in it"),
+        ((str(folder), "--out", "/dev/null"), "/dev/null is no page, and would be replaced"),
+        ((str(folder), "--out", str(folder / "metrics.jsonl")), "is no page, and would be"),
+        ((str(folder), "--out", str(tmp_path / ("n" * 300))), "File name too long"),
         ((str(folder), "--out", str(tmp_path / "no" / "page.html")), "No such file or directory"),
         ((str(folder),) * 9, "9 runs, and a page shows 8 at most"),
         ((), "the following arguments are required: RUN"),

@@ -11,6 +11,7 @@ from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.report.build import build_page
+from grpo_spmd.tools.report.page import PAGE_START
 from grpo_spmd.tools.report.run import (
     RecordedRun,
     changes,
@@ -48,8 +49,7 @@ def main() -> None:
             raise ConfigError(f"RUN: {problem}; name fewer")
         out = args.out or args.runs[0] / "report.html"
         # Said before the dumps are read, which may take long.
-        if out.is_dir():
-            raise ConfigError(f"--out: {out} is a folder; name a file in it")
+        _refuse_other_files(out)
         for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
             if not args.follow or not states & _RUNNING_STATES:
@@ -62,6 +62,22 @@ def main() -> None:
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         raise SystemExit(0 if args.follow else 1) from None
+
+
+def _refuse_other_files(out: Path) -> None:
+    """Raises ConfigError if `out` is something else than a page, which would be replaced: a folder,
+    a device such as /dev/null, a run's own record."""
+    try:
+        if out.is_dir():
+            raise ConfigError(f"--out: {out} is a folder; name a file in it")
+        start = PAGE_START
+        if out.is_file():
+            with out.open("rb") as file:
+                start = file.read(len(PAGE_START))
+        if start != PAGE_START or (out.exists() and not out.is_file()):
+            raise ConfigError(f"--out: {out} is no page, and would be replaced; name another file")
+    except OSError as error:
+        raise ConfigError(f"--out: {error.filename or out}: {error.strerror}") from None
 
 
 def _build(folders: Sequence[Path], out: Path) -> list[RecordedRun]:

@@ -39,6 +39,10 @@ _STALE_S = 600.0  # an unfinished file of this age was left by a writer that was
 _NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
+# The first bytes of every page.
+PAGE_START = b"<!doctype html>"
+
+
 def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> None:
     """Writes `out` from (name, JSON in ASCII), as a whole or not at all.
 
