@@ -134,7 +134,8 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 
 
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
-    """Returns True if the shapes of an engine's parameter and of the named HF tensors agree."""
+    """Returns True if the HF tensors that an engine's parameter is made of are there, with the rows
+    that its parts have and as many columns as it."""
     if not all(
         tensor_part.name in parameters
         and len(parameters[tensor_part.name]) == tensor_part.num_hf_rows
@@ -142,6 +143,8 @@ def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     ):
         return False
     columns = {_num_columns(parameters[tensor_part.name]) for tensor_part in tensor.parts}
+    # None: vLLM has packed the values. A rank of a tensor-parallel engine may hold a slice of the
+    # columns.
     if tensor.values is not None:
         columns.add(_num_columns(tensor.values) * tensor.num_column_slices)
     return len(columns) == 1

@@ -47,7 +47,7 @@ def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
         "rewards": np.float64,  # the weighted sums; NaN: unknown
         "segments": np.uint16,
         "turns": np.uint16,
-        "status": np.uint8,  # index in EPISODE_STATUSES, or their number without an episode
+        "status": np.uint8,  # index in EPISODE_STATUSES; its length: no episode
     }
     return np.dtype(
         [

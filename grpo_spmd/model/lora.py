@@ -2,7 +2,7 @@
 
 An adapted layer computes x W^T + (alpha / rank) (x A^T) B^T, with A [rank, in] and B [out, rank]. W
 never changes. The engine gets W + (alpha / rank) B A, computed on the shards as they are sent, or W
-once and then A and B (`model.lora.sync`)."""
+once and then A and B alone: the config's key model.lora.sync chooses."""
 
 from __future__ import annotations
 

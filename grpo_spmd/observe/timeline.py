@@ -2,7 +2,7 @@
 
 A span is one stay of a rank in a phase (config.schema.PHASES lists the phases). A line of the file
 is one step: {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] belong to ranks[i].
-A run that goes on appends to the file. If a step is in the file twice, the last line counts.
+A resumed run appends to the file, so that a step may be in it twice: then the last line counts.
 Imports no torch.
 """
 

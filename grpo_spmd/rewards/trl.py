@@ -1,13 +1,17 @@
 """This module has the extra arguments that TRL's trainer gives a reward function, and their
 results.
 
-A function that names them or takes **kwargs gets these arguments: `trainer_state`;
-`log_metric(name, value)`, whose mean over a step's calls is the metric `reward/<reward>/<name>`, in
-evaluation `eval/<set>/reward/<reward>/<name>`; and `log_extra(column, values)`, one value for each
-completion in one call or several, which are `extra` in the rollout dump. `environments` is None.
+A function that names them or takes **kwargs gets these arguments:
+- `trainer_state`;
+- `log_metric(name, value)`: the mean over a step's calls is the metric `reward/<reward>/<name>`, in
+  evaluation `eval/<set>/reward/<reward>/<name>`;
+- `log_extra(column, values)`, with one value for each completion, in one call or several: they are
+  `extra` in the rollout dump;
+- `environments`, which is None.
 
-Values that cannot be logged (a value that is no finite number, a strange name, too many names) are
-left out with a warning: a metric costs no reward, and a name made from a completion stops no run.
+What cannot be logged (a value that is no finite number, a strange name, too many names) is left out
+with a warning: a bad metric never makes its reward fail, nor does a bad name, which may be taken
+from a completion, stop the run.
 An extra column of the wrong length breaks the contract like a reward of the wrong length, and stops
 the run.
 """
@@ -164,7 +168,8 @@ def _is_name(name: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns `value` if it is short JSON, else the beginning of its text."""
+    """Returns `value` if it is short JSON, None for NaN or infinity, else the beginning of its
+    text."""
     if isinstance(value, str):
         return value[:_MAX_CHARS]
     if isinstance(value, float) and not math.isfinite(value):
@@ -174,7 +179,7 @@ def _as_json(value: Any) -> Any:
         text = json.dumps(value, allow_nan=False, default=lambda number: number.item())
         return json.loads(text) if len(text) <= _MAX_CHARS else text[:_MAX_CHARS]
     except Exception:
-        # The cause may be NaN, a cycle, deep nesting or any error of a user's object.
+        # The cause may be a NaN in it, a cycle, deep nesting or any error of a user's object.
         try:
             return str(value)[:_MAX_CHARS]
         except Exception as error:

@@ -96,7 +96,7 @@ class ServedTeacher(Teacher):
         super().__init__(config, {}, policy, prompt_at, request_for)
         self.servers = dict(servers)
         self._max_error_frac = max_error_frac
-        # The limits of reward servers hold for teachers too: concurrency, retries, pauses.
+        # CallLimits takes the config of a reward server; here it carries the teachers' limits.
         limit = RewardConfig(
             url="",
             timeout_s=config.timeout_s,
@@ -327,9 +327,9 @@ def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
     signal = row.teacher_signal
     if signal is None or not row.rollout_ids:
         return True
-    # The device compares indices of rollouts, not their ids.
-    silent = [index for index, rollout_id in enumerate(row.rollout_ids) if rollout_id in unanswered]
-    expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(silent))
+    # `sequence_index` has for each token the index of its rollout in `rollout_ids`.
+    indices = [index for index, number in enumerate(row.rollout_ids) if number in unanswered]
+    expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(indices))
     masks = [torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask]
     if isinstance(signal.divergence, TeacherDivergence):
         masks.append(torch.zeros_like(expected))

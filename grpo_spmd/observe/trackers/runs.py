@@ -1,6 +1,6 @@
 """W&B, TensorBoard and trackio as trackers. Their packages are imported where a run uses them.
 
-TensorBoard's event files are written as the format's own records, without torch's writer and its
+This module writes TensorBoard's event files itself, without torch's SummaryWriter and its
 threads. trackio, Hugging Face's, writes a SQLite file on this machine unless its environment
 variables name a server.
 """

@@ -105,11 +105,14 @@ class Target:
     def run(
         self, command: Sequence[str], timeout_s: float, environ: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Runs a program, which is no rank unless `environ` makes it one.
+        """Runs a program without the variables that make this process a rank (RANK, ...).
+
+        `environ` may set them for the program.
 
         Raises OSError if there is no such program, and subprocess.TimeoutExpired.
         """
         env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
+        # The program still learns how many ranks the run would have.
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)

@@ -1,6 +1,6 @@
 """Repeats a recorded step: rewards, advantages, logprobs, loss and gradient, by the trainer's code.
 
-Imports torch, so that redo.py imports it only after the GPUs are hidden.
+This module imports torch; redo.py therefore hides the GPUs before it imports this module.
 """
 
 from __future__ import annotations

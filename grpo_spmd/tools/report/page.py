@@ -84,7 +84,8 @@ def _pack_chunk(name: str, content: bytes) -> bytes:
 
 @functools.cache
 def _shell() -> tuple[bytes, bytes]:
-    """Returns page.html before and after the chunks, with the files that it names inside it."""
+    """Returns the parts of page.html before and after the chunks, with its styles and scripts
+    inlined."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inline(match: re.Match[str]) -> str:

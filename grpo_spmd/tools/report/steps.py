@@ -453,7 +453,8 @@ class StepPage:
         )
 
     def _add_text(self, index: int, reason: str) -> bool:
-        """Shows a rollout. Returns False if there is no room; a broken line takes none."""
+        """Adds a rollout to those shown. Returns False only if there is no room left: a line that
+        cannot be read is left out, and returns True."""
         if index in self.shown or index in self._broken:
             return True
         # A browser lists a few thousand rollouts without delay.
@@ -463,7 +464,7 @@ class StepPage:
         if rollout is None:
             self._broken.add(index)
             return True
-        # The rollouts of a group share one prompt.
+        # A group stores its prompt once, and pays for it there.
         if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
             return False
         self.shown[index] = rollout

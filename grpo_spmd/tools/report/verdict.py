@@ -321,10 +321,12 @@ def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding for each share of `_HIGH_SHARES` that is above its bound or has risen by its
+    `min_rise`."""
     for rule in _HIGH_SHARES:
         lines: Metrics = run.steps
         if rule is _ALIKE_GROUPS:
-            # A teacher or a critic teaches from alike rewards too, so these steps do not count.
+            # With a teacher or a critic, a group whose rewards are all equal teaches too.
             lines = [line for line in lines if not line.keys() & _OTHER_SIGNALS]
         share = metric_curve(lines, rule.metric)
         steps = find_range(share.steps, share.values >= rule.bound)
@@ -341,7 +343,7 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
         if rule is _ALIKE_GROUPS and _is_solved(run):
             level = "ok"
             title = "the prompts are nearly solved"
-            text = "The reward has risen, so most groups are alike, and what is left is little."
+            text = "The reward has risen, so most groups are alike, and little is left to learn."
         yield Finding(level, title, text, step=steps.first, metric=rule.metric)
 
 

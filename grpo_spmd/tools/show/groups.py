@@ -262,7 +262,7 @@ def _prompt_history(
     """Yields the page of one prompt, whose groups are given by step."""
     step = max(groups) if step is None else step
     row = groups[max(groups)].row
-    errors = ReadErrors()  # counted when the prompt was looked for
+    errors = ReadErrors()  # not shown: the search for the prompt has said them
     dump = run.files.rollouts(step, errors=errors, is_wanted=has_row(row))
     records = [record for _, record in dump if record.row == row]
     title = f"row {number(row)}: sampled at {len(groups)} of "
@@ -294,7 +294,7 @@ def _prompt_history(
 def search_lines(
     run: RecordedRun, text: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields completions that contain `text` in upper or lower case, then how many each step has.
+    """Yields completions that contain `text`, ignoring case, then how many each step has.
 
     In an episode, what was answered to the policy is searched too. Raises ConfigError if the step
     has no completions.
@@ -305,6 +305,7 @@ def search_lines(
     steps = [find_dumped_step(run, step)] if step is not None else run.dumped_steps[::-1]
     counts: dict[int, int] = {}
     num_shown = 0
+    # Without a single step this raises ConfigError.
     for searched_step in steps or [find_dumped_step(run, None)]:
         counts[searched_step] = 0
         for _, record in run.files.rollouts(
@@ -320,6 +321,7 @@ def search_lines(
             has_room = num_shown < _MAX_SHOWN and (
                 step is not None or counts[searched_step] <= _MAX_SHOWN_PER_STEP
             )
+            # --full shows all matches.
             if terminal.is_full or has_room:
                 num_shown += 1
                 title = f"step {searched_step}, row {number(record.row)}, sample "
