@@ -76,8 +76,9 @@ class ValueModel(nn.Module):
 
 
 def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    values: Tensor = head(hidden.float())[..., 0].clone()
-    return values
+    # Two dimensions: of three, torch's Linear returns a view, which FSDP warns of.
+    values: Tensor = head(hidden.float().flatten(0, -2))[..., 0].clone()
+    return values.view(hidden.shape[:-1])
 
 
 @errors_about("critic.path")

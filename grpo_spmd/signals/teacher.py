@@ -51,6 +51,7 @@ from grpo_spmd.proofs.gradient_check import (
     join_ranks,
 )
 from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -383,7 +384,7 @@ class TeacherCheck:
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
     ) -> CheckResult:
-        """Collective. Compares some tokens of this rank's first row."""
+        """Collective. Compares some tokens of this rank's first, second and last row."""
         result = CheckResult()
         requests = self._teacher.requests(decision)
         if requests is not None:
@@ -392,8 +393,17 @@ class TeacherCheck:
             result.errors.append(
                 "a micro-batch lacks what its teacher says of it, or has it in another form"
             )
-        # The costliest row comes first.
-        row = batch.micro_batches[0]
+        # The costliest row comes first, and more of it is compared.
+        for number, row in enumerate(rows_to_check(batch.micro_batches)):
+            self._check_row(result, row, requests, _NUM_ROLLOUTS if number == 0 else 1)
+        reshard(self._teacher.policy)
+        return result
+
+    def _check_row(
+        self, result: CheckResult, row: MicroBatch, requests: Requests, num_rollouts: int
+    ) -> None:
+        """Collective. Compares the signal of at most `num_rollouts` rollouts of each teacher in a
+        row."""
         contexts = _first_contexts(row, requests)
         differences = [torch.zeros(0, dtype=torch.float64)]
         for name, source in self._sources().items():
@@ -401,15 +411,13 @@ class TeacherCheck:
                 c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
             )
             # Each rank makes as many passes.
-            for number in range(_NUM_ROLLOUTS):
+            for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
                 differences.append(self._compare(source, row, context))
         compared = torch.cat(differences)
         if len(compared):
             subject = "a teacher's logprob of a token that the update is given, in nats on average,"
             result.check_difference(subject, "teacher", float(compared.mean()), self._bound)
-        reshard(self._teacher.policy)
-        return result
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
         """Returns whether a row has the signal that the config asks for."""
