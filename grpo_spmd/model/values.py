@@ -76,9 +76,10 @@ class ValueModel(nn.Module):
 
 
 def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    # Two dimensions: of three, torch's Linear returns a view, which FSDP warns of.
-    values: Tensor = head(hidden.float().flatten(0, -2))[..., 0].clone()
-    return values.view(hidden.shape[:-1])
+    # Two dimensions: of three, torch's Linear returns a view. FSDP warns of a module's output that
+    # is a view, and so the values are cloned too.
+    values: Tensor = head(hidden.float().flatten(0, -2))
+    return values.view(hidden.shape[:-1]).clone()
 
 
 @errors_about("critic.path")
