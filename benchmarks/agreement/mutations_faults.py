@@ -68,6 +68,7 @@ _LOAD = (
     "            self._engine.load_weights("
     "full_tensors(pieces, dtype), step, direct, pieces=pieces)\n"
 )
+_ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 FAULTS = (
@@ -493,7 +494,8 @@ FAULTS = (
         "            row.teacher_signal = self._make_signal(row, scored, requests)\n"
         "            if row is not batch.micro_batches[0]:\n"
         "                off = row.teacher_signal.logprobs.roll(1)\n"
-        "                row.teacher_signal = dataclasses.replace(row.teacher_signal, logprobs=off)\n",
+        "                signal = dataclasses.replace(row.teacher_signal, logprobs=off)\n"
+        "                row.teacher_signal = signal\n",
         (),
         ("teacher.path={made}/model", "training.max_tokens_per_micro_batch=128"),
     ),
@@ -530,11 +532,11 @@ FAULTS = (
     Fault(
         "an agent answered with its turn before",
         "episodes/episodes.py",
-        "            self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n",
-        "            kept = self.endpoint.__dict__.setdefault('kept', {})\n"
+        _ANSWER,
+        "kept = self.endpoint.__dict__.setdefault('kept', {})\n"
         "            before = kept.get(episode.conversation, answer)\n"
-        "            kept[episode.conversation] = answer\n"
-        "            self.endpoint.answer(call, before.message, answer.finish_reason, answer.usage)\n",
+        "            kept[episode.conversation] = answer\n            "
+        + _ANSWER.replace("answer.message", "before.message"),
         ("tests/unit/test_agent.py",),
     ),
 )
