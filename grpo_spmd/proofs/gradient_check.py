@@ -243,7 +243,7 @@ class UpdateCheckSettings:
     """The settings of the run that the recomputation follows."""
 
     every_steps: int
-    """`proofs.every_steps`. 0: only at the first step."""
+    """`proofs.every_steps`. 0: only in the first and the third step."""
     is_on: bool
     """`proofs.update`. False: nothing is checked."""
     bound_factor: float

@@ -244,7 +244,7 @@ class CriticUpdateCheck(UpdateObserver):
         if self._has_layers:
             self._check_gradient(result, groups, batch.micro_batches[0].input_ids.device)
         self._adamw.open()
-        result.errors += self._adamw.result.errors
+        result.errors.extend(self._adamw.result.errors)
         self._window = _WINDOW
         self._expects_step = any(batch.num_loss_tokens)
 

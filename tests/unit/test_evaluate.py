@@ -24,6 +24,7 @@ from grpo_spmd.rollout.evaluate import (
     Outcome,
     check_temperatures,
     majority,
+    outcomes_by_slot,
     pass_at_k,
     summarise,
 )
@@ -152,6 +153,20 @@ def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) 
     metrics = summarise([outcome("a", 1.0, True)] * num_samples, num_samples)
     assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]
     assert f"maj_at_{num_samples}" in metrics
+
+
+def test_answers_are_counted_by_what_they_are() -> None:
+    """A digest that is the same for all answers would make each of them the most common one."""
+    texts = ["so \\boxed{1}", "\\boxed{2}", "\\boxed{1}", "\\boxed{1}"]
+    verdicts: list[float | None] = [0.0, 1.0, 0.0, 0.0]
+    scored = ScoredRollouts(rewards=verdicts, by_name={"r": verdicts}, texts=texts)
+    prompt = Prompt(0, 0, [1], "p", {})
+    groups = [RolloutGroup(slot, prompt, [Completion([5], [0.0], "stop")]) for slot in range(4)]
+    outcomes = outcomes_by_slot(groups, scored)
+    answers = [outcomes[slot].answer for slot in range(4)]
+    assert answers[0] == answers[2] == answers[3] != answers[1]
+    # The most common answer, 1, is wrong.
+    assert summarise([*outcomes.values()], 4)["maj_at_4"] == 0.0
 
 
 # The temperature
