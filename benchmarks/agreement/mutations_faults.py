@@ -42,6 +42,7 @@ _LOSS, _ADVANTAGES, _BATCHING = (
     f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
 )
 _ROLLOUT = "tests/unit/test_rollout.py"
+_CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
 
@@ -425,7 +426,7 @@ FAULTS = (
         "signals/critic.py",
         "row.returns, row.loss_mask, self._config.clip_value",
         "row.returns, torch.ones_like(row.loss_mask), self._config.clip_value",
-        (),
+        (_CRITIC_TEST,),
         _CRITIC,
     ),
     Fault(
@@ -433,7 +434,7 @@ FAULTS = (
         "signals/critic.py",
         "values, row.old_values, row.returns, row.loss_mask",
         "values, values.detach(), row.returns, row.loss_mask",
-        (),
+        (_CRITIC_TEST,),
         _CRITIC,
     ),
     Fault(
@@ -442,7 +443,7 @@ FAULTS = (
         "self.loss_term(self.model(row), row, mini_batch.num_loss_tokens)",
         "self.loss_term(self.model(row), row, sum(int(r.loss_mask.sum()) for r in "
         "mini_batch.micro_batches))",
-        ("tests/ranks/test_critic.py",),
+        (_CRITIC_TEST,),
         _CRITIC,
     ),
     Fault(
@@ -450,7 +451,7 @@ FAULTS = (
         "signals/critic.py",
         "        learning_rate = self.finish_step(is_made)\n",
         "        learning_rate = self.finish_step(False)\n",
-        (),
+        (_CRITIC_TEST,),
         _CRITIC,
     ),
     Fault(
@@ -466,7 +467,7 @@ FAULTS = (
         "signals/opening.py",
         "step <= self.critic.warmup_steps",
         "step < self.critic.warmup_steps",
-        (),
+        ("tests/unit/test_critic.py",),
         (*_CRITIC, "critic.warmup_steps=2"),
     ),
     Fault(
@@ -476,7 +477,7 @@ FAULTS = (
         "        lengths = np.bincount(row.sequence_index.cpu().numpy())\n"
         "        ends = lengths.cumsum() - 1\n"
         "        token_rewards[ends] += config.gamma * values[ends]\n",
-        ("tests/ranks/test_critic.py",),
+        (_CRITIC_TEST,),
         _CRITIC,
     ),
     Fault(
@@ -496,7 +497,7 @@ FAULTS = (
         "                off = row.teacher_signal.logprobs.roll(1)\n"
         "                signal = dataclasses.replace(row.teacher_signal, logprobs=off)\n"
         "                row.teacher_signal = signal\n",
-        (),
+        ("tests/ranks/test_teacher.py",),
         ("teacher.path={made}/model", "training.max_tokens_per_micro_batch=128"),
     ),
     Fault(
