@@ -226,10 +226,10 @@ def check_temperatures(temperatures: Iterable[float], expected: float) -> None:
     """Raises EngineStateError if the engine sampled an evaluation at another temperature than
     `expected`: its figures would look right."""
     # vLLM raises temperatures between 0 and 0.01 to 0.01.
-    wrong = [t for t in temperatures if abs(t - expected) > _MIN_TEMPERATURE]
-    if wrong:
+    mismatched = [t for t in temperatures if abs(t - expected) > _MIN_TEMPERATURE]
+    if mismatched:
         raise EngineStateError(
-            f"an evaluation was sampled at temperature {wrong[0]:g}, and eval.temperature is "
+            f"an evaluation was sampled at temperature {mismatched[0]:g}, and eval.temperature is "
             f"{expected:g}: a fault of this program, please report it"
         )
 

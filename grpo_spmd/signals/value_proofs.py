@@ -27,6 +27,7 @@ from grpo_spmd.learn.update import MiniBatch, UpdateObserver
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
+    NOISE_FACTOR,
     CheckResult,
     UpdateCheckSettings,
     check_no_gradient,
@@ -36,7 +37,7 @@ from grpo_spmd.proofs.gradient_check import (
     short_rollouts,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm
 from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
@@ -55,10 +56,10 @@ _WINDOW = 3
 # The largest difference of the loss, relative to the sum of its summands' sizes. Both sides have
 # the trainer's values, so that a number format's rounding is not in it.
 _LOSS_BOUND = 1e-4
-# The largest difference of the whole gradient, relative to its norm. A mask, clip, sign or
-# denominator that is wrong is also a wrong loss; this bound is for what the loss cannot show. A
-# wrong sign makes 2, a gradient that is missing 1; bfloat16 on outlier weights 0.3.
-_GRADIENT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.7}
+# The largest difference of the whole gradient, relative to its norm. Measured: 8e-7 in float32,
+# 0.014 to 0.14 in bfloat16. Beyond it a difference is judged by bfloat16's own noise, which was 0.5
+# and more with key biases as Qwen2's: the loss is compared exactly there too.
+_GRADIENT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
 
 
 def relative_size(differences: Tensor, values: Tensor) -> float:
@@ -116,9 +117,8 @@ class SyntheticTargets:
         """Returns (value loss, trainer's values [n]) of the tokens of `rollouts`.
 
         `plain` [n] are plain values, float64, whose graph the loss has. `num_tokens` is the number
-        of tokens that count over all ranks. The targets of `set_targets` are used once."""
+        of tokens that count over all ranks."""
         values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
-        self._columns = []
         # The trainer's values with the plain gradient: else rounding would clip here what it does
         # not clip there.
         v = plain + (values - plain).detach()
@@ -181,6 +181,7 @@ class ValueTargets(SyntheticTargets):
         if not hidden:
             return LossTerm((plain * 0.0).sum(), 0.0)
         term, values = self.plain_loss(plain, rollouts, num_tokens)
+        self._columns = []
         result.check_difference(
             "the value of a token, of the values' size,",
             "values",
@@ -224,11 +225,12 @@ class CriticUpdateCheck(UpdateObserver):
         self._critic = critic
         self._has_layers = has_layers
         self._clip = config.clip_value
-        self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype]
+        self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
+        self._is_rounded = settings.dtype != "float32"
         policy = settings.optimizer
-        share = config.lr / policy.lr if policy.lr else 0.0
-        # The schedule's floor is the same share of the learning rate as the policy's.
-        optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * share)
+        # The schedule's floor is the same fraction of the learning rate as the policy's.
+        ratio = config.lr / policy.lr if policy.lr else 0.0
+        optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
         num_steps = settings.training.num_run_optimizer_steps
         self._adamw = AdamwCheck(critic.model, critic, optimizer, num_steps)
         # Optimizer steps that are still to be followed.
@@ -277,7 +279,7 @@ class CriticUpdateCheck(UpdateObserver):
         assert isinstance(model, ValueModel)
         check_no_gradient(result, model.named_parameters())
         rollouts = short_rollouts(groups)
-        rows = [pack_rollouts(part, device) for part in (rollouts[:3], rollouts[3:])]
+        rows = [pack_rollouts(half, device) for half in (rollouts[:3], rollouts[3:])]
         num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(rows)))
         targets = SyntheticTargets(self._clip, 1.0)
         handle = model.register_forward_hook(
@@ -288,18 +290,31 @@ class CriticUpdateCheck(UpdateObserver):
         with random_head(model.head):
             loss = critic.accumulate(MiniBatch(rows, num_tokens, num_sequences))
             handle.remove()
-            squares = gradient_squares(model)
-            with use_plain_attention(model.backbone):
+            norm = _gradient_norm(model)
+
+            def plain_pass(sign: float) -> tuple[Tensor, LossTerm]:
+                """Adds the plain gradient, times a sign, to the parameters' gradients."""
                 plain = _plain_values(model, rollouts, device)
                 term = LossTerm((plain * 0.0).sum(), 0.0)
                 if rollouts:
                     term, _ = targets.plain_loss(plain, rollouts, num_tokens)
-                # Subtracts the plain gradient: what is left is the difference.
-                (-term.value).backward()
-        sums = [
-            sum_over_ranks([sum(part.values())])[0] for part in (gradient_squares(model), squares)
-        ]
-        critic.drop_gradient()
+                (sign * term.value).backward()
+                return plain, term
+
+            with use_plain_attention(model.backbone):
+                # What is left is the difference.
+                plain, term = plain_pass(-1.0)
+                difference = _gradient_norm(model) / norm
+                critic.drop_gradient()
+                bound = self._gradient_bound
+                # Equal on all ranks, which all make the further passes.
+                if self._is_rounded and difference > bound:
+                    plain_pass(1.0)
+                    with use_float32(model):
+                        plain_pass(-1.0)
+                    noise = _gradient_norm(model) / norm
+                    bound = max(bound, NOISE_FACTOR * noise)
+                    critic.drop_gradient()
         # A model that is not finite is for the update to report, which then skips the step.
         if any_rank(not bool(plain.isfinite().all())):
             return
@@ -312,9 +327,15 @@ class CriticUpdateCheck(UpdateObserver):
         result.check_difference(
             "the gradient of the critic, of its norm,",
             "gradient",
-            math.sqrt(sums[0] / (sums[1] + 1e-60)),
-            self._gradient_bound,
+            difference,
+            bound,
         )
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    """Collective. Returns the norm of the gradient over all ranks."""
+    squares = sum_over_ranks([sum(gradient_squares(model).values())])
+    return math.sqrt(squares[0]) + 1e-30
 
 
 def _plain_values(model: ValueModel, rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
