@@ -43,9 +43,11 @@ from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import build_policy, build_reference
 from grpo_spmd.model.values import ValueModel
+from grpo_spmd.proofs import gradient_check
 from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 from grpo_spmd.signals import critic as learn_critic
+from grpo_spmd.signals import value_proofs
 from grpo_spmd.signals.critic import Critic, CriticCheck
 from grpo_spmd.signals.opening import open_critic
 from grpo_spmd.signals.value_proofs import CriticUpdateCheck
@@ -211,6 +213,7 @@ def main() -> None:
             step = trials.step(config, critic, method, packed=packed)
             assert not (faulty := trials.check(config, critic, step)), (setting, split, faulty[:3])
             results[setting, split] = result_of(critic, step)
+    by_noise_alone(trials)
     if session.world_size == 2:
         config = changed(trials.config, "several steps")
         critic = trials.critic(
@@ -223,6 +226,25 @@ def main() -> None:
     if session.is_rank0:
         torch.save(results, sys.argv[3])
     end_session()
+
+
+def by_noise_alone(trials: Trials) -> None:
+    """In bfloat16, where bounds of nothing leave only what is measured of the rounding."""
+    model = dataclasses.replace(trials.config.model, dtype="bfloat16")
+    config = changed(dataclasses.replace(trials.config, model=model), "several steps")
+    critic = trials.critic(config)
+    step = trials.step(config, critic)
+    nothing = {"bfloat16": 1e-9}
+    with (
+        patch.dict(value_proofs._GRADIENT_BOUNDS, nothing),
+        patch.dict(gradient_check.SCORE_BOUNDS, nothing),
+    ):
+        assert not (faulty := trials.check(config, critic, step)), faulty[:3]
+        moved = step[1].micro_batches[0]
+        assert moved.old_values is not None
+        moved.old_values = moved.old_values * 1.01
+        assert trials.check(config, critic, step)
+    critic.drop_gradient()
 
 
 def waits(trials: Trials, config: Config) -> dict[str, Any]:
