@@ -267,6 +267,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         optimizer=config.optimizer,
         training=config.training,
         reward_weights=reward_weights,
+        warmup_steps=0 if signals.critic is None else config.critic.warmup_steps,
         is_agent=bool(config.environment.agent),
     )
     update_check = UpdateCheck(

@@ -48,7 +48,7 @@ _NOT_SEEN, _PASSES, _NOT_RUN, _BROKEN = "not seen", "passes", "-", "broken trial
 # What may stop a training as a proof. The last is the count of the tokens that were trained on,
 # each epoch.
 _PROOFS = (
-    r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError"
+    r"WeightProofError|MismatchError|UpdateCheckError|EngineStateError|RewardError|TokenScoresError"
     r"|RuntimeError(?=: step \d+: trained on )"
 )
 

@@ -25,6 +25,12 @@ _SEVERAL_BUCKETS = (
     "optimizer.lr=1e-4",
 )
 _COOL = ("rollout.temperature=0.7",)
+_CRITIC = (
+    "critic.path={made}/model",
+    "critic.lr=2e-3",
+    "advantage.estimator=gae",
+    "advantage.normalize_std=batch",
+)
 
 _SYNC = "tests/ranks/test_weight_sync.py"
 _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_of_20_updates"
@@ -37,6 +43,8 @@ _LOSS, _ADVANTAGES, _BATCHING = (
     f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
 )
 _ROLLOUT = "tests/unit/test_rollout.py"
+_CRITIC_TEST = "tests/ranks/test_critic.py"
+_EVALUATE = "tests/unit/test_evaluate.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
 
 
@@ -62,6 +70,7 @@ _LOAD = (
     "            self._engine.load_weights("
     "full_tensors(pieces, dtype), step, direct, pieces=pieces)\n"
 )
+_ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 _PARSER = threading.Lock()
@@ -414,6 +423,125 @@ FAULTS = (
         'for name in ("config.json",):',
         (),
         ("model.path={made}/two_stops",),
+    ),
+    Fault(
+        "value loss over masked tokens too",
+        "signals/critic.py",
+        "row.returns, row.loss_mask, self._config.clip_value",
+        "row.returns, torch.ones_like(row.loss_mask), self._config.clip_value",
+        (_CRITIC_TEST,),
+        _CRITIC,
+    ),
+    Fault(
+        "value clip around the new value",
+        "signals/critic.py",
+        "values, row.old_values, row.returns, row.loss_mask",
+        "values, values.detach(), row.returns, row.loss_mask",
+        (_CRITIC_TEST,),
+        _CRITIC,
+    ),
+    Fault(
+        "critic's loss over the tokens of the rank",
+        "signals/critic.py",
+        "self.loss_term(self.model(row), row, mini_batch.num_loss_tokens)",
+        "self.loss_term(self.model(row), row, sum(int(r.loss_mask.sum()) for r in "
+        "mini_batch.micro_batches))",
+        (_CRITIC_TEST,),
+        _CRITIC,
+    ),
+    Fault(
+        "a critic that never steps",
+        "signals/critic.py",
+        "        learning_rate = self.finish_step(is_made)\n",
+        "        learning_rate = self.finish_step(False)\n",
+        (_CRITIC_TEST,),
+        _CRITIC,
+    ),
+    Fault(
+        "a critic that is never updated",
+        "signals/opening.py",
+        "            metrics |= signal.update(batch)\n",
+        "            metrics |= getattr(signal, 'no_update', dict)()\n",
+        (),
+        _CRITIC,
+    ),
+    Fault(
+        "warm-up of the critic a step short",
+        "signals/opening.py",
+        "step <= self.critic.warmup_steps",
+        "step < self.critic.warmup_steps",
+        ("tests/unit/test_critic.py",),
+        (*_CRITIC, "critic.warmup_steps=2"),
+    ),
+    Fault(
+        "gae goes on after the last token, from its own value: 0 at first",
+        "signals/critic.py",
+        "        lengths = np.bincount(row.sequence_index.cpu().numpy())\n",
+        "        lengths = np.bincount(row.sequence_index.cpu().numpy())\n"
+        "        ends = lengths.cumsum() - 1\n"
+        "        token_rewards[ends] += config.gamma * values[ends]\n",
+        (_CRITIC_TEST,),
+        _CRITIC,
+    ),
+    Fault(
+        "the base as reference with its adapters on: they are 0 at first",
+        "model/policy.py",
+        "    with lora.adapters_off(policy.model):\n        scores: Scores = policy(batch)\n",
+        "    if True:\n        scores: Scores = policy(batch)\n",
+        (_CHECK,),
+        ("model.lora.rank=4", "loss.kl_coef=0.01"),
+    ),
+    Fault(
+        "a teacher's lesson one token off, from the second row on",
+        "signals/teacher.py",
+        "            row.teacher_signal = self._make_signal(row, scored, requests)\n",
+        "            row.teacher_signal = self._make_signal(row, scored, requests)\n"
+        "            if row is not batch.micro_batches[0]:\n"
+        "                off = row.teacher_signal.logprobs.roll(1)\n"
+        "                signal = dataclasses.replace(row.teacher_signal, logprobs=off)\n"
+        "                row.teacher_signal = signal\n",
+        ("tests/ranks/test_teacher.py",),
+        ("teacher.path={made}/model", "training.max_tokens_per_micro_batch=128"),
+    ),
+    Fault(
+        "evaluation at the training's temperature",
+        "rollout/evaluate.py",
+        "            temperature=self.config.temperature,\n",
+        "            temperature=None,\n",
+        (_EVALUATE,),
+        ("eval.every_steps=2", "data.eval={made}/train.jsonl", "eval.temperature=0.6"),
+    ),
+    Fault(
+        "evaluation of episodes at the training's temperature",
+        "episodes/environments.py",
+        '            "temperature": temperature,\n',
+        '            "temperature": None,\n',
+        (_EVALUATE,),
+    ),
+    Fault(
+        "token_scores: the entropy of the token before",
+        "observe/token_scores.py",
+        "                entropy,\n                micro_batch.advantages,\n",
+        "                entropy.roll(1),\n                micro_batch.advantages,\n",
+        ("tests/unit/test_token_scores.py",),
+        ("logging.rollouts_every_steps=1",),
+    ),
+    Fault(
+        "a judge's answer to the completion before",
+        "rollout/engine_judge.py",
+        "            reply = replies.get(key)\n",
+        "            reply = replies.get(keys[number - 1])\n",
+        ("tests/unit/test_engine_judge.py",),
+    ),
+    Fault(
+        "an agent answered with its turn before",
+        "episodes/episodes.py",
+        _ANSWER,
+        "kept = self.endpoint.__dict__.setdefault('kept', {})\n"
+        "            before = kept.get(episode.conversation, answer)\n"
+        "            kept[episode.conversation] = answer\n            "
+        + _ANSWER.replace("answer.message", "before.message"),
+        ("tests/unit/test_agent.py",),
     ),
 )
 

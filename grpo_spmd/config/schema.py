@@ -534,7 +534,8 @@ class ProofConfig:
     """Section `proofs`: checks of engine and update while the run goes on."""
 
     every_steps: NonNegativeInt = 50
-    """steps between two checks of the engine's weights and of the update; 0: only at the start"""
+    """steps between two checks of the engine's weights and of the update, besides those in the
+    first and the third step; 0: only these"""
     max_mismatch: PositiveFloat | None = None
     """mean |policy - engine| of a token's logprob, in nats, above which the run stops; null:
     derived from the first step"""

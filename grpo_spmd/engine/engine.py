@@ -95,6 +95,8 @@ class RolloutEngine:
         self._sleep_check = SleepCheck(session.device)
         # Equal on all ranks, since it names the queue of a call of `generate_shared`.
         self._num_shared_calls = 0
+        # The temperatures of all requests since the last call of `take_temperatures`.
+        self._temperatures: set[float] = set()
         _log.info(
             "starting vLLM: %d engines of %d ranks, on %s",
             self.num_engines,
@@ -462,6 +464,12 @@ class RolloutEngine:
                 f"{policy_version}"
             )
 
+    def take_temperatures(self) -> list[float]:
+        """Returns the temperatures that vLLM was asked to sample at since the last call."""
+        temperatures = sorted(self._temperatures)
+        self._temperatures.clear()
+        return temperatures
+
     # vLLM gives each request a generator of its own from its seed: the order of the requests does
     # not change what is sampled.
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
@@ -485,6 +493,8 @@ class RolloutEngine:
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
+            # vLLM's own: it raises very low ones to 0.01.
+            self._temperatures.add(params.temperature)
             self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_ids},

@@ -19,6 +19,7 @@ from grpo_spmd.model.families.refusals import refuse_unmatched_names
 from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
+from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import SyncStats
 
 
@@ -36,15 +37,15 @@ class WeightSync:
     ) -> None:
         """Raises ConfigError as `refuse_unsynced_tensors` does.
 
-        With `prove_every_steps` 0 only the first syncs are proved, with None none is, and then no
-        tensor is copied directly: the map that the copies follow is proved first. With `is_named`
-        the stats have a hash of the weights, which a rollout buffer needs."""
+        With `prove_every_steps` 0 only the first three syncs are proved, with None none is, and
+        then no tensor is copied directly: the map that the copies follow is proved first. With
+        `is_named` the stats have a hash of the weights, which a rollout buffer needs."""
         refuse_unsynced_tensors(policy.model, engine)
         self._policy = policy
         self._engine = engine
         self._offload = offload
         self._bucket_bytes = bucket_bytes
-        self._prove_every_steps = prove_every_steps
+        self._schedule = ProofSchedule(prove_every_steps) if prove_every_steps is not None else None
         self._is_named = is_named
         self._has_proved = False
         self._direct: DirectLoad | None = None
@@ -63,7 +64,7 @@ class WeightSync:
         once, since it sleeps at level 1, which keeps the weights. `offload` moves the optimizer and
         the other models out before the sync, and the policy after it. Returns what was sent.
 
-        The proof runs at the first sync of a process and if `step` is a multiple of
+        The proof runs in the first and the third step of a process, and if `step` is a multiple of
         `prove_every_steps`, before the KV cache takes the room that it needs. The weights of the
         first proof came through vLLM's loader, which does not use our map. The next sync copies
         directly, by the map that was proved right, and is proved too. The following ones copy
@@ -80,8 +81,7 @@ class WeightSync:
         if self._offload is not None:
             self._offload.before_sync()
         engine.wake_weights()
-        every = self._prove_every_steps
-        is_due = every is not None and (not self._has_proved or (every > 0 and step % every == 0))
+        is_due = self._schedule is not None and self._schedule.is_due(step)
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
             # A base that stays is not counted in the stats: a new process sends it once more, and

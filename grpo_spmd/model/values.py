@@ -76,8 +76,10 @@ class ValueModel(nn.Module):
 
 
 def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    values: Tensor = head(hidden.float())[..., 0].clone()
-    return values
+    # Two dimensions: of three, torch's Linear returns a view. FSDP warns of a module's output that
+    # is a view, and so the values are cloned too.
+    values: Tensor = head(hidden.float().flatten(0, -2))
+    return values.view(hidden.shape[:-1]).clone()
 
 
 @errors_about("critic.path")

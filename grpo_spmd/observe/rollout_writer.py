@@ -87,7 +87,11 @@ class RolloutDump:
         no dump.
         """
         if scores is not None and self.score_writer is not None:
-            self.score_writer.write(step_stem(step), scores.lines())
+            # One update has scored each token once, with the weights that the scores are of.
+            names = ("optim/updates", "optim/skipped_updates")
+            counts = [sums[name].value for name in names if name in sums]
+            squares = sums["tilt_squares"].value if counts == [1, 0] else None
+            self.score_writer.write(step_stem(step), scores.lines(squares))
         if sums["optim/skipped_updates"].value and not self._is_due(step):
             self._write(step, sampled, decision)
 

@@ -13,7 +13,7 @@ imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -53,6 +53,10 @@ class TokenScores:
     """None: all tokens count."""
 
 
+class TokenScoresError(RuntimeError):
+    """The scores that a file would get are not those of the update."""
+
+
 class KeptScores:
     """Collects a step's scores on this rank and keeps them on the device until `lines`."""
 
@@ -65,9 +69,13 @@ class KeptScores:
         # setdefault: later epochs score the same micro-batch again, after an update
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
-    def lines(self) -> list[bytes]:
+    def lines(self, tilt_squares: float | None = None) -> list[bytes]:
         """Returns the lines of this rank's rollouts in the order of their ids. Waits for the device
-        once."""
+        once.
+
+        `tilt_squares` is the update's own sum of (logprob + entropy)^2 over the tokens that count
+        (losses.mismatch_sums), if the update made one pass. Raises TokenScoresError if the kept
+        scores have another sum, as shifted ones do."""
         # imported here, since commands that only read a run folder do without torch
         import torch
 
@@ -81,19 +89,38 @@ class KeptScores:
                 entropy,
                 micro_batch.advantages,
                 micro_batch.loss_mask,
+                micro_batch.rollout_logprobs,
                 micro_batch.sequence_index,
             )
             # one float32 tensor, one copy: it holds sequence indices below 2^24 exactly
             rows.append(torch.stack([column.float() for column in scores]))
-        *columns, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
+        *columns, rollout_logprobs, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
         # every micro-batch counts its sequences from 0, so its first token begins a rollout too
         is_begin = np.diff(sequence_index, prepend=-1) != 0
         is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
         ids = [rollout_id for entry in entries for rollout_id in entry[0].rollout_ids]
         names = [name for name, _, _ in _ARRAYS]
         by_name = dict(zip(names, columns, strict=True))
+        if tilt_squares is not None:
+            _check_squares(by_name, rollout_logprobs, tilt_squares)
         lines = _encode_lines(ids, np.flatnonzero(is_begin), by_name)
         return [line for _, line in sorted(zip(ids, lines, strict=True))]
+
+
+def _check_squares(
+    columns: Mapping[str, _Floats], rollout_logprobs: _Floats, expected: float
+) -> None:
+    """Raises TokenScoresError if the columns do not belong to the tokens that the update scored."""
+    # The logprob is the mean of the policy's and the engine's.
+    surprise = rollout_logprobs + columns["difference"] / 2 + columns["entropy"]
+    total = float(np.square(surprise[columns["loss_mask"] > 0], dtype=np.float64).sum())
+    # Float32 sums in another order; what is not finite compares as equal.
+    if abs(total - expected) > 1e-3 * max(expected, 1.0):
+        raise TokenScoresError(
+            f"token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is {total:.6g}"
+            f", and {expected:.6g} in the update: a fault of this program, please report it; "
+            "logging.rollouts_every_steps=0 writes none"
+        )
 
 
 def _encode_lines(

@@ -5,7 +5,7 @@ the rollouts that each rank sampled itself. A rollout may be trained on by anoth
 that sampled it; both hash its tokens, logprobs, advantages and mask, and rank 0 compares the
 hashes. `check_data` reads rows of the data set again and compares them with the prompts and with
 the arguments of the reward functions. `check_stop_ids` compares the engine's stop tokens with the
-model's files. The last two run at the first step of a process only.
+model's files. The last two run in the first and the third step of a process only.
 
 Every check returns a CheckResult: the errors on this rank, as sentences, and the largest
 differences. Nobody raises here; update_check.py collects the results of all ranks.

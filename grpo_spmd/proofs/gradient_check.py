@@ -158,13 +158,13 @@ def check_no_gradient(result: CheckResult, parameters: Iterable[tuple[str, Tenso
         result.errors.append(f"a gradient was left from the last update: that of {stray}")
 
 
-def gradient_squares(policy: Policy) -> dict[str, float]:
+def gradient_squares(model: nn.Module) -> dict[str, float]:
     """Returns the sum of squares of this rank's part of the gradient, by the name of the trained
     parameter.
 
     It is 0 for a replica's copy, which would count twice, and for a parameter without gradient."""
-    squares = {name: 0.0 for name, p in policy.named_parameters() if p.requires_grad}
-    for name, parameter in policy.named_parameters():
+    squares = {name: 0.0 for name, p in model.named_parameters() if p.requires_grad}
+    for name, parameter in model.named_parameters():
         if parameter.grad is not None and is_first_replica(cast(DTensor, parameter)):
             local = cast(DTensor, parameter.grad)._local_tensor
             squares[name] = float(torch.linalg.vector_norm(local, dtype=torch.float64)) ** 2
@@ -244,7 +244,7 @@ class UpdateCheckSettings:
     """The settings of the run that the recomputation follows."""
 
     every_steps: int
-    """`proofs.every_steps`. 0: only at the first step."""
+    """`proofs.every_steps`. 0: only in the first and the third step."""
     is_on: bool
     """`proofs.update`. False: nothing is checked."""
     checks_signals: bool
@@ -264,6 +264,9 @@ class UpdateCheckSettings:
     training: TrainingConfig
     reward_weights: Sequence[float]
     """The weights of all rewards, in their order."""
+    warmup_steps: int = 0
+    """`critic.warmup_steps` of a run with a critic: in so many first steps the critic learns
+    alone."""
     is_agent: bool = False
     """True if the episodes are those of `environment.agent`: an agent may go on after a turn that
     was cut off."""
@@ -367,7 +370,7 @@ class GradientCheck:
         result = CheckResult()
         policy = self._policy
         values = self._values
-        rollouts = _short_rollouts(groups)
+        rollouts = short_rollouts(groups)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
@@ -455,7 +458,7 @@ class GradientCheck:
 
         `reference` is the function that the trainer calls, `model` has the weights; adapters of the
         model count as 0."""
-        rollouts = _short_rollouts(groups)
+        rollouts = short_rollouts(groups)
         without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
         with torch.no_grad():
             logprobs, _ = reference(pack_rollouts(rollouts, device))
@@ -764,7 +767,7 @@ def _plain_scores(
     return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
 
 
-def _short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
+def short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
     """Returns up to 6 of this rank's rollouts, shortened, with positive and negative advantages by
     turns.
 

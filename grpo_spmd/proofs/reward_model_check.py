@@ -2,8 +2,8 @@
 transformers alone.
 
 To render is to apply the reward model's chat template to prompt and completion. The check runs at
-the first scoring of a process and every `proofs.every_steps` steps, with one text per forward pass,
-and with the model's own attention and head.
+the scorings of a process's first and third step and every `proofs.every_steps` steps, with one text
+per forward pass, and with the model's own attention and head.
 """
 
 from __future__ import annotations

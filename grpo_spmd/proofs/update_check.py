@@ -1,10 +1,10 @@
 """The running check of the update: the trainer's numbers are compared with a plain recomputation.
 
-`UpdateCheck` runs at the first step of a process and every `proofs.every_steps` steps. Before the
-update it runs the other checks of this folder, the checks of the signals (teachers and critic) and
-those of the reference model. As an UpdateObserver it then follows a few optimizer steps, its
-"window", with `AdamwCheck`: AdamW is written out plainly for two small tensors, with clipping,
-moments, weight decay and learning rate.
+`UpdateCheck` runs in the first and the third step of a process and every `proofs.every_steps`
+steps. Before the update it runs the other checks of this folder, the checks of the signals
+(teachers and critic) and those of the reference model. As an UpdateObserver it then follows a few
+optimizer steps, its "window", with `AdamwCheck`: AdamW is written out plainly for two small
+tensors, with clipping, moments, weight decay and learning rate.
 
 The check changes no bit of the run. Any difference above its bound ends the run on all ranks, with
 one message that says what differs on which rank.
@@ -24,14 +24,20 @@ from typing import Any, cast
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, UpdateObserver
+from grpo_spmd.learn.update import (
+    Learner,
+    MiniBatch,
+    PolicyUpdater,
+    Reference,
+    UpdateObserver,
+)
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import first_row, reshard
@@ -47,12 +53,13 @@ from grpo_spmd.proofs.gradient_check import (
     gradient_squares,
     sum_over_ranks,
 )
-from grpo_spmd.records import Decision, RolloutBatch
+from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
+from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
 # The sizes of the windows. Moments go wrong from one optimizer step to the next, so that one step
 # alone shows too little.
-_FIRST_WINDOW = 3
+_EARLY_WINDOW = 3
 _LATER_WINDOW = 2
 # How much of the reference is compared with the model's files: tensors, and rows of each.
 _NUM_TENSORS = 8
@@ -96,11 +103,14 @@ class UpdateCheck(UpdateObserver):
         self._adamw = AdamwCheck(
             policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
         )
+        self._schedule = ProofSchedule(settings.every_steps)
         self._num_runs = 0
         self._step = 0
         # Optimizer steps that are still to be followed.
         self._window = 0
         self._seconds = 0.0
+        # True if the policy's update of the step before has to be seen.
+        self._expects_update = False
 
     def run_if_due(
         self, step: int, sampled: SampledStep, batch: RolloutBatch, decision: Decision
@@ -112,10 +122,13 @@ class UpdateCheck(UpdateObserver):
         self._seconds = 0.0
         if not self._settings.is_on:
             return
+        if self._expects_update:
+            raise UpdateCheckError(f"step {step}: the policy was not updated in the step before")
         self._step = step
+        self._expects_update = any(batch.num_loss_tokens) and not self._is_frozen
         is_first = not self._num_runs
-        every = self._settings.every_steps
-        if not is_first and not (every and step % every == 0):
+        is_early = self._schedule.is_early(step)
+        if not self._schedule.is_due(step):
             # The step after the first one is checked too, in part: what goes wrong from one step to
             # the next cannot be seen in the first.
             if self._window and self._num_runs == 1:
@@ -124,7 +137,7 @@ class UpdateCheck(UpdateObserver):
             return
         self._num_runs += 1
         results = [self._batch_check.run(sampled, batch, decision)]
-        if is_first:
+        if is_early:
             results += [
                 check_data(sampled.groups, sampled.scored, self._tokenizer, self._settings.data),
                 check_stop_ids(self._folder, self._tokenizer, self._settings.stop_ids),
@@ -133,13 +146,13 @@ class UpdateCheck(UpdateObserver):
         # All ranks make these checks in the same order: each has collectives. The gradient check
         # comes first, since it sets the bounds that the other two use.
         results += [
-            self._gradients.run(sampled.groups, device, accumulates=is_first),
+            self._gradients.run(sampled.groups, device, accumulates=is_early),
             self._check_reference(sampled),
             self._check_attached(batch),
         ]
         rewards = self._batch_check.rewards_of(sampled, decision)
         results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
-        self._window = _FIRST_WINDOW if is_first else _LATER_WINDOW
+        self._window = _EARLY_WINDOW if is_early else _LATER_WINDOW
         self._adamw.open()
         # The only place where a rank may stop: errors of one rank end the step on all ranks.
         metrics = self._raise_if_wrong([*results, self._adamw.result])
@@ -156,12 +169,24 @@ class UpdateCheck(UpdateObserver):
                 self._window,
             )
 
+    @property
+    def _is_frozen(self) -> bool:
+        """True in the steps in which only a critic learns."""
+        return 0 < self._step <= self._settings.warmup_steps
+
     def metrics(self) -> dict[str, float]:
         """Returns the seconds that the check took in this step, as a metric."""
         return {"proofs/update_check_s": self._seconds}
 
     def before_backward(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators of a mini-batch. See UpdateObserver."""
+        self._expects_update = False
+        if self._is_frozen:
+            raise UpdateCheckError(
+                f"step {self._step}: the policy is updated within the first "
+                f"{self._settings.warmup_steps} steps, which are the critic's alone "
+                "(critic.warmup_steps)"
+            )
         if self._window:
             with self._timed():
                 self._adamw.begin(mini_batch)
@@ -231,12 +256,20 @@ class UpdateCheck(UpdateObserver):
 
     @torch.no_grad()
     def _check_attached(self, batch: RolloutBatch) -> CheckResult:
-        """Collective. Checks the old and reference logprobs that the first micro-batch holds for
-        the loss, by scoring it again."""
+        """Collective. Checks the old and reference logprobs that the first, second and last
+        micro-batch hold for the loss, by scoring them again."""
         result = CheckResult()
-        row = batch.micro_batches[0]
+        for row in rows_to_check(batch.micro_batches):
+            self._check_row(result, row, has_several=len(batch.mini_batches) > 1)
+        # No backward pass follows that would give the gathered parameters back.
+        reshard(self._policy)
+        return result
+
+    def _check_row(self, result: CheckResult, row: MicroBatch, has_several: bool) -> None:
+        """Collective. Checks the old and reference logprobs of a row. `has_several` is True if the
+        step has several mini-batches."""
         old_by_engine = self._settings.loss.old_logprobs == "engine"
-        needs_old = old_by_engine or len(batch.mini_batches) > 1
+        needs_old = old_by_engine or has_several
         lacks_old = needs_old and row.old_logprobs is None
         if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
             result.errors.append(
@@ -253,27 +286,28 @@ class UpdateCheck(UpdateObserver):
                     float((score(row)[0] - attached).abs().nan_to_num().mean()),
                     self._gradients.repeated_score_bound,
                 )
-        # No backward pass follows that would give the gathered parameters back.
-        reshard(self._policy)
-        return result
 
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
         """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
-        errors = [text for result in results for text in result.errors]
-        metrics = [pair for result in results for pair in result.metrics.items()]
-        return on_rank0(partial(_combine, step=self._step), [errors, metrics])
+        return raise_if_wrong(results, f"step {self._step}: the update")
+
+
+def raise_if_wrong(results: list[CheckResult], subject: str) -> dict[str, float]:
+    """Collective. Raises Rank0Error on every rank, or returns the largest metrics over all ranks.
+    `subject` is the subject of the error's sentence."""
+    errors = [text for result in results for text in result.errors]
+    metrics = [pair for result in results for pair in result.metrics.items()]
+    return on_rank0(partial(_combine, subject=subject), [errors, metrics])
 
 
 def _combine(
-    by_rank: list[tuple[list[str], list[tuple[str, float]]]], step: int
+    by_rank: list[tuple[list[str], list[tuple[str, float]]]], subject: str
 ) -> dict[str, float]:
     """Returns the largest metrics over ranks. Runs on rank 0. `by_rank` has errors and metrics of
     each. Raises UpdateCheckError if any rank has an error."""
     errors = describe_errors(errors for errors, _ in by_rank)
     if errors:
-        raise UpdateCheckError(
-            f"step {step}: the update is not what a plain recomputation of it gives: {errors}"
-        )
+        raise UpdateCheckError(f"{subject} is not what a plain recomputation of it gives: {errors}")
     largest: dict[str, float] = {}
     for key, value in chain.from_iterable(metrics for _, metrics in by_rank):
         largest[key] = max(value, largest.get(key, 0.0))
@@ -310,7 +344,7 @@ class AdamwCheck:
     """Follows optimizer steps, and computes the weights and moments that each should leave."""
 
     def __init__(
-        self, policy: Policy, updater: PolicyUpdater, config: OptimizerConfig, num_steps: int
+        self, policy: nn.Module, updater: Learner, config: OptimizerConfig, num_steps: int
     ) -> None:
         """`num_steps` is the number of optimizer steps of the whole run, for the schedule."""
         self._policy = policy

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask
+from grpo_spmd.engine.requests import ConversationId, EngineStateError, EpisodeTask
 from grpo_spmd.observe.rollout_record import EvalRecord, bounded_values, to_line
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts, rollout_seed
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("grpo_spmd")
+# The lowest temperature above 0 at which vLLM samples.
+_MIN_TEMPERATURE = 0.01
 # The prompts of each set, equal on all ranks.
 HeldOut = Mapping[str, Sequence[Prompt]]
 Metrics = dict[str, float | None]
@@ -100,7 +102,9 @@ class Evaluator:
         every rank where a reward fails for `reward_pool.max_error_frac` of the completions.
         """
         # The engine already has the weights for the next step, so its version is step + 1.
+        self.engine.take_temperatures()
         groups = self._sample(step + 1)
+        temperatures = self.engine.take_temperatures()
         scored = self.score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
         statuses = scored.num_statuses()
@@ -113,6 +117,7 @@ class Evaluator:
             ],
             "statuses": statuses,
             "first_error": scored.first_error,
+            "temperatures": temperatures,
         }
         by_set: dict[str, Metrics] = on_rank0(self._summarise_sets, report)
         for name, metrics in by_set.items():
@@ -167,6 +172,8 @@ class Evaluator:
 
         Each completion is in exactly one report.
         """
+        temperatures = {t for report in reports for t in report["temperatures"]}
+        check_temperatures(temperatures, self.config.temperature)
         # A verifier that always fails must not look like a policy that is never correct.
         check_error_rate(
             [report["statuses"] for report in reports],
@@ -213,6 +220,18 @@ class Evaluator:
                         scored.notes.get(i, {}).get("extra", {}),
                     )
                 )
+
+
+def check_temperatures(temperatures: Iterable[float], expected: float) -> None:
+    """Raises EngineStateError if the engine sampled an evaluation at another temperature than
+    `expected`: its figures would look right."""
+    # vLLM raises temperatures between 0 and 0.01 to 0.01.
+    mismatched = [t for t in temperatures if abs(t - expected) > _MIN_TEMPERATURE]
+    if mismatched:
+        raise EngineStateError(
+            f"an evaluation was sampled at temperature {mismatched[0]:g}, and eval.temperature is "
+            f"{expected:g}: a fault of this program, please report it"
+        )
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:

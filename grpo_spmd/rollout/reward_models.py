@@ -27,6 +27,7 @@ from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.model.values import RewardModel, build_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
+from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 
@@ -106,19 +107,12 @@ class RewardModels:
     checks: Mapping[str, RewardModelCheck]
     """The checks by the model's name; none where `proofs.signals` is off.
 
-    They run at each scoring (also of an evaluation) in the process's first step and in steps that
-    `check_every_steps` divides; with 0 they run in the first step alone."""
-    check_every_steps: int
-    first_version: int | None = None
-    """The engine's version at the first scoring."""
+    They run at each scoring (also of an evaluation) in the steps of `schedule`."""
+    schedule: ProofSchedule
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the models' scores, as a Scorer does."""
-        version = self.engine.policy_version or 0
-        if self.first_version is None:
-            self.first_version = version
-        every = self.check_every_steps
-        is_due = version == self.first_version or (every > 0 and version % every == 0)
+        is_due = self.schedule.is_due(self.engine.policy_version or 0)
         # From here on the device's memory belongs to the models.
         self.engine.rest()
         return merge_results(
@@ -161,7 +155,7 @@ def build_reward_models(
                 bound_factor=proofs.bound_factor,
             )
         models.append(ModelReward(files.name, model, texts, max_tokens))
-    return RewardModels(models, engine, checks, proofs.every_steps)
+    return RewardModels(models, engine, checks, ProofSchedule(proofs.every_steps))
 
 
 def score_over_ranks(

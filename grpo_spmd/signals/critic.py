@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -21,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -37,25 +36,39 @@ from grpo_spmd.learn.advantages import (
     variance,
     whitening,
 )
-from grpo_spmd.learn.contexts import rollout_contexts, row_contexts
+from grpo_spmd.learn.contexts import row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
-from grpo_spmd.learn.update import Learner, MiniBatch, StopCheck, ValueHead, counted_mini_batches
+from grpo_spmd.learn.update import (
+    Learner,
+    MiniBatch,
+    StopCheck,
+    UpdateObserver,
+    ValueHead,
+    counted_mini_batches,
+)
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.model.sharding import is_first_replica, reshard
-from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model, plain_states
+from grpo_spmd.model.sharding import reshard
+from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
 from grpo_spmd.proofs.gradient_check import (
+    NOISE_FACTOR,
     CheckResult,
     UpdateCheckSettings,
     join_ranks,
-    relative_difference,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_plain_attention
-from grpo_spmd.proofs.plain_loss import LossTerm, plain_kl
-from grpo_spmd.records import Completion, Decision, MicroBatch, Rollout, RolloutBatch
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain_loss import plain_kl
+from grpo_spmd.proofs.schedule import rows_to_check
+from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
+from grpo_spmd.signals.value_proofs import (
+    CriticUpdateCheck,
+    ValueTargets,
+    random_head,
+    relative_size,
+)
 
 Numbers = npt.NDArray[np.float64]
 
@@ -94,6 +107,7 @@ class Critic(Learner):
         self._whitens = config.advantage.normalize_std == "batch"
         # The metrics of the mini-batch that is running.
         self._metrics: Reductions = {}
+        self._observer = UpdateObserver()
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
@@ -116,8 +130,12 @@ class Critic(Learner):
         return None
 
     def check(self, settings: UpdateCheckSettings) -> CriticCheck:
-        """Returns the running check of this signal."""
-        return CriticCheck(self.model, self._config, settings)
+        """Returns the running check of this signal, which from now on observes the critic's
+        updates."""
+        is_apart = self.value_head is None
+        updates = CriticUpdateCheck(self, self._config, settings, has_layers=is_apart)
+        self._observer = updates
+        return CriticCheck(self.model, self._config, settings, updates)
 
     def trained_parameters(self) -> dict[str, DTensor]:
         """Returns the sharded parameters by their names in a checkpoint."""
@@ -254,12 +272,10 @@ class Critic(Learner):
         If a loss or gradient is not finite on any rank, all ranks skip the step. Raises
         FloatingPointError after training.max_nonfinite_in_a_row skipped steps in a row.
         """
-        for row in mini_batch.micro_batches:
-            self.loss_term(self.model(row), row, mini_batch.num_loss_tokens).backward()
+        self._observer.before_backward(mini_batch)
+        local_loss = self.accumulate(mini_batch)
         grad_norm = self.clip_gradient()
-        # One synchronisation with the device per mini-batch.
-        local_loss = cast(Mean, self._metrics["critic/loss"].on_host()).total
-        is_finite = math.isfinite(grad_norm) and math.isfinite(cast(float, local_loss))
+        is_finite = math.isfinite(grad_norm) and math.isfinite(local_loss)
         metrics = self.end_step(not any_rank(not is_finite))
         max_skipped = self._training.max_nonfinite_in_a_row
         if self._skipped_in_a_row >= max_skipped:
@@ -268,6 +284,16 @@ class Critic(Learner):
                 "finite (training.max_nonfinite_in_a_row)"
             )
         return metrics
+
+    def accumulate(self, mini_batch: MiniBatch) -> float:
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns this
+        rank's part of its loss. Waits for the device once."""
+        losses = []
+        for row in mini_batch.micro_batches:
+            loss = self.loss_term(self.model(row), row, mini_batch.num_loss_tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        return float(torch.stack(losses).sum())
 
     def loss_term(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
         """Returns what the values [C] of a row add to the loss of its mini-batch. `num_loss_tokens`
@@ -288,6 +314,7 @@ class Critic(Learner):
     def clip_gradient(self) -> float:
         """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's.
         Returns its norm before clipping."""
+        self._observer.after_backward()
         grad_norm = super().clip_gradient()
         self._metrics["critic/grad_norm"] = Max(grad_norm)
         return grad_norm
@@ -296,6 +323,7 @@ class Critic(Learner):
         """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch;
         {} if it was skipped."""
         learning_rate = self.finish_step(is_made)
+        self._observer.after_step(is_made)
         metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
         self._metrics = {}
         return metrics | {"critic/lr": Max(learning_rate)} if is_made else {}
@@ -399,6 +427,8 @@ def open_critic_model(config: Config, policy: Policy, session: Session) -> Criti
 _NUM_SEQUENCES, _NUM_TOKENS, _MAX_PROMPT_TOKENS = 4, 32, 2048
 # Bounds of the rounding of a float32 sum over a completion.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
+# However much a model rounds, values of other tokens must show: they differ by about their size.
+_MAX_VALUE_BOUND = 0.5
 
 # Number of sampled tokens of a rollout, [(index of a token, its reward)]. Tokens without a reward
 # are left out.
@@ -410,13 +440,20 @@ class CriticCheck:
     micro-batches."""
 
     def __init__(
-        self, model: ValueModel | PolicyValues, config: CriticConfig, settings: UpdateCheckSettings
+        self,
+        model: ValueModel | PolicyValues,
+        config: CriticConfig,
+        settings: UpdateCheckSettings,
+        updates: CriticUpdateCheck | None = None,
     ) -> None:
+        """`updates` checks what the critic learns in this step and the next ones."""
+        self._updates = updates
         self._model = model
         self._config = config
         self._loss = settings.loss
         self._whitens = settings.advantage.normalize_std == "batch"
         self._bound = settings.score_bound
+        self._is_rounded = settings.dtype != "float32"
 
     def __call__(
         self,
@@ -430,7 +467,7 @@ class CriticCheck:
         # All parts of the check are collective: every rank makes all of them.
         result = CheckResult()
         rows = batch.micro_batches
-        self._check_values(result, rows[0])
+        self._check_values(result, rows)
         by_turn = sampled.rules.discount is not None
         sampled_rewards = [
             (i, _place_rewards(completion, rewards[i], by_turn))
@@ -456,13 +493,26 @@ class CriticCheck:
                 row.advantages.cpu().numpy(),
                 np.where(mask, (plain - mean) / deviation, 0.0),
             )
+        if self._updates is not None:
+            self._updates.run(result, sampled.groups, batch)
         return result
 
-    def _check_values(self, result: CheckResult, row: MicroBatch) -> None:
-        """Collective. Compares the values that the row holds with values by the model, and values
-        by the model with values by a plain forward pass over some sequences.
+    @torch.no_grad()
+    def _check_values(self, result: CheckResult, rows: Sequence[MicroBatch]) -> None:
+        """Collective. Compares the values that some rows hold with values by the model, and values
+        by the model with values by a plain forward pass over some sequences of the first row.
 
         In the second comparison the head adds a random term: a head of zeros would hide a fault."""
+        for row in rows_to_check(rows):
+            assert row.old_values is not None
+            again = self._model(row)
+            result.check_difference(
+                "a value that the advantages are made of, of its size,",
+                "values",
+                relative_size(row.old_values - again, again),
+                self._bound,
+            )
+        row = rows[0]
         contexts = [c for c in row_contexts(row) if c.sampled_at[0] <= _MAX_PROMPT_TOKENS]
         contexts = contexts[:_NUM_SEQUENCES]
         # Of each sequence up to some tokens after the prompt. Without a rollout the pass is made
@@ -472,37 +522,44 @@ class CriticCheck:
             row.input_ids.new_tensor(context.token_ids[:end])
             for context, end in zip(contexts, ends, strict=True)
         ]
-        with torch.no_grad():
-            again = self._model(row)
-            with random_head(self._model.head):
-                by_trainer = self._model(row)
-                with use_plain_attention(self._model.backbone):
-                    by_plain_pass = self._model.plain_values(
-                        pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
-                    )
-        reshard(self._model)
-        assert row.old_values is not None
-        result.check_difference(
-            "a value that the advantages are made of, of its size,",
-            "values",
-            relative_size(row.old_values - again, again),
-            self._bound,
-        )
-        plain = []
-        trainer = []
-        for number, (context, end) in enumerate(zip(contexts, ends, strict=True)):
+        padded = pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
+
+        def compared(values: Tensor) -> Tensor:
+            """Returns those of the values [S, L] that are compared; one without a rollout."""
             # The value of a token is that of the position that predicts it.
-            is_inside = context.sampled_at <= end
-            plain.append(by_plain_pass[number, context.sampled_at[is_inside] - 1])
-            trainer.append(by_trainer[context.tokens[is_inside]])
-        if contexts:
-            expected = torch.cat(plain)
-            result.check_difference(
-                "a value beside that of a plain forward pass, of its size,",
-                "values",
-                relative_size(torch.cat(trainer) - expected, expected),
-                self._bound,
-            )
+            pieces = [
+                values[number, context.sampled_at[context.sampled_at <= end] - 1]
+                for number, (context, end) in enumerate(zip(contexts, ends, strict=True))
+            ]
+            return torch.cat(pieces or [values[0]])
+
+        bound = self._bound
+        difference = 0.0
+        with random_head(self._model.head):
+            by_trainer = self._model(row)
+            with use_plain_attention(self._model.backbone):
+                expected = compared(self._model.plain_values(padded))
+                if contexts:
+                    tokens = [
+                        context.tokens[context.sampled_at <= end]
+                        for context, end in zip(contexts, ends, strict=True)
+                    ]
+                    by_trainer = by_trainer[np.concatenate(tokens)]
+                    difference = relative_size(by_trainer - expected, expected)
+                # In bfloat16 a difference is judged by how much this model rounds.
+                if any_rank(not difference <= bound) and self._is_rounded:
+                    model = self._model
+                    with use_float32(model.policy if isinstance(model, PolicyValues) else model):
+                        exact = compared(self._model.plain_values(padded))
+                    noise = relative_size(exact - expected, expected)
+                    bound = max(bound, min(NOISE_FACTOR * noise, _MAX_VALUE_BOUND))
+        reshard(self._model)
+        result.check_difference(
+            "a value beside that of a plain forward pass, of its size,",
+            "values",
+            difference,
+            bound,
+        )
 
     def _recompute(
         self, result: CheckResult, row: MicroBatch, token_rewards: Mapping[int, _TokenRewards]
@@ -570,11 +627,6 @@ def _check_tokens(result: CheckResult, text: str, attached: Numbers, expected: N
         result.errors.append(text.format(attached[c], expected[c]))
 
 
-def relative_size(differences: Tensor, values: Tensor) -> float:
-    """Returns the mean of |differences| over the mean of |values|."""
-    return float(differences.abs().mean() / (values.abs().mean() + 1e-6))
-
-
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _TokenRewards:
     """Returns the rewards of a rollout: the whole reward is at the last token. NaN: unknown, and so
     0.
@@ -592,142 +644,3 @@ def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _Tok
         remainder = (0.0 if math.isnan(reward) else reward) - math.fsum(rewards.values())
         rewards[num_tokens - 1] = rewards.get(num_tokens - 1, 0.0) + remainder
     return num_tokens, list(rewards.items())
-
-
-@contextmanager
-def random_head(head: nn.Linear) -> Iterator[None]:
-    """Returns a context manager. Within it the head adds a product with a fixed random vector: a
-    new head is zero, and would show no fault."""
-    handle = head.register_forward_hook(
-        lambda _, inputs, output: output + random_product(inputs[0])[..., None]
-    )
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def random_product(states: Tensor) -> Tensor:
-    """Returns the products [...] of states [..., D] with a fixed random vector."""
-    width = states.shape[-1]
-    vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
-    return states @ vector.to(states)
-
-
-# The running check of a critic that learns in the policy's update: its part of the gradient check.
-
-# Distances of old values and returns from the values, in multiples of the clip. They are on both
-# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
-_OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
-_RETURN_DISTANCES = (0.7, -0.7, 0.9)
-# With a larger clip nothing is clipped on synthetic rows.
-_MAX_CLIP = 5.0
-
-
-class ValueTargets:
-    """Makes value targets for the synthetic rows of the gradient check, and computes their loss
-    plainly (the SyntheticValues of GradientCheck)."""
-
-    def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
-        self._critic = critic
-        self._clip = config.clip_value
-        self._coef = config.coef
-        # The decoder's outputs of each plain pass within `random_head`.
-        self._states: list[Tensor] = []
-        # Weight and bias of the head as leaves of the plain loss.
-        self._head: tuple[Tensor, ...] = ()
-        # Values, old values and returns of the rows that hold a rollout, float64.
-        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns an iterator over (name, parameter) of the head."""
-        return self._critic.model.named_parameters()
-
-    @contextmanager
-    def random_head(self) -> Iterator[None]:
-        """Returns a context manager. Within it the head adds a fixed random product, and the
-        decoder's outputs of plain passes are kept."""
-        model = self._critic.model
-        with random_head(model.head), plain_states(model.policy) as self._states:
-            yield
-        self._states = []
-
-    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
-        """Gives a row old values and returns at known distances from the trainer's values [C]."""
-        clip = min(self._clip or 1.0, _MAX_CLIP)
-        v = values.double()
-        # Each combination of the distances occurs every 21 tokens.
-        index = torch.arange(len(v), device=v.device)
-        old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
-        target = v.new_tensor(_RETURN_DISTANCES)[
-            index // len(_OLD_DISTANCES) % len(_RETURN_DISTANCES)
-        ]
-        row.old_values = (v - clip * old).float()
-        row.returns = (v + clip * target).float()
-        if row.rollout_ids:
-            self._columns.append((v, row.old_values.double(), row.returns.double()))
-
-    def plain_term(
-        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
-    ) -> LossTerm:
-        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
-
-        The states are those of the last plain pass within `random_head`, which was over the
-        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
-        targets of `set_targets` are used once.
-        """
-        states = self._states[-1]  # [S, L, D]
-        hidden: list[Tensor] = []
-        for number, context in enumerate(rollout_contexts(rollouts)):
-            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
-            hidden.append(states[number, sampled - 1])
-        parameters = self._critic.model.head.parameters()
-        gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
-        self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
-        weight, bias = self._head
-        inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
-        plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
-        if not hidden:
-            return LossTerm((plain * 0.0).sum(), 0.0)
-        values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
-        self._columns = []
-        # The trainer's values with the plain gradient: else rounding would clip here what it does
-        # not clip there.
-        v = plain + (values - plain).detach()
-        errors = (v - target) ** 2
-        # PPO takes the larger of two errors. The clipped one is a constant.
-        if self._clip is not None:
-            steps = values - old
-            clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
-            errors = torch.where((steps.abs() > self._clip) & (clipped > errors), clipped, errors)
-        counts = np.concatenate([rollout.loss_mask for rollout in rollouts])
-        terms = self._coef * 0.5 * errors[torch.from_numpy(counts).to(v.device)] / num_tokens
-        result.check_difference(
-            "the value of a token, of the values' size,",
-            "values",
-            relative_size(values - plain.detach(), plain.detach()),
-            bound,
-        )
-        return LossTerm(terms.sum(), float(terms.detach().abs().sum()))
-
-    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
-        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
-        gradients, summed here. Drops the gradient."""
-        reduced = []
-        plain = []
-        for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
-            assert leaf.grad is not None
-            # The plain loss is subtracted in the backward pass.
-            plain.append(-leaf.grad.flatten())
-            local = cast(DTensor, parameter.grad)._local_tensor.flatten()
-            # The head has one row, which one rank of each replica holds.
-            is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
-            reduced.append(local if is_here else torch.zeros_like(plain[-1]))
-        columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
-        result.check_difference(
-            "the gradient of the value head, of its norm,",
-            "gradient",
-            relative_difference(columns[0], columns[1]),
-            bound,
-        )
-        self._critic.drop_gradient()

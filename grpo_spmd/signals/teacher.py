@@ -50,6 +50,7 @@ from grpo_spmd.proofs.gradient_check import (
     join_ranks,
 )
 from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -382,7 +383,7 @@ class TeacherCheck:
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
     ) -> CheckResult:
-        """Collective. Compares some tokens of this rank's first row."""
+        """Collective. Compares some tokens of this rank's first, second and last row."""
         result = CheckResult()
         requests = self._teacher.requests(decision)
         if requests is not None:
@@ -391,8 +392,28 @@ class TeacherCheck:
             result.errors.append(
                 "a micro-batch lacks what its teacher says of it, or has it in another form"
             )
-        # The costliest row comes first.
-        row = batch.micro_batches[0]
+        # The costliest row comes first, and more of it is compared. Few tokens have a mean that
+        # rounding moves: those of the later rows are compared together.
+        costliest, *later_rows = rows_to_check(batch.micro_batches)
+        for compared in (
+            self._compare_row(costliest, requests, _NUM_ROLLOUTS),
+            torch.cat(
+                [torch.zeros(0), *(self._compare_row(row, requests, 1) for row in later_rows)]
+            ),
+        ):
+            if len(compared):
+                result.check_difference(
+                    "a teacher's logprob of a token that the update is given, in nats on average,",
+                    "teacher",
+                    float(compared.mean()),
+                    self._bound,
+                )
+        reshard(self._teacher.policy)
+        return result
+
+    def _compare_row(self, row: MicroBatch, requests: Requests, num_rollouts: int) -> Tensor:
+        """Collective. Returns |differences| in nats at some tokens of a row, of at most
+        `num_rollouts` rollouts of each teacher."""
         contexts = _first_contexts(row, requests)
         differences = [torch.zeros(0, dtype=torch.float64)]
         for name, source in self._sources().items():
@@ -400,15 +421,10 @@ class TeacherCheck:
                 c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
             )
             # Each rank makes as many passes.
-            for number in range(_NUM_ROLLOUTS):
+            for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
                 differences.append(self._compare(source, row, context))
-        compared = torch.cat(differences)
-        if len(compared):
-            subject = "a teacher's logprob of a token that the update is given, in nats on average,"
-            result.check_difference(subject, "teacher", float(compared.mean()), self._bound)
-        reshard(self._teacher.policy)
-        return result
+        return torch.cat(differences)
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
         """Returns whether a row has the signal that the config asks for."""

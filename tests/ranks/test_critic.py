@@ -68,7 +68,7 @@ def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
         output = run_worker(
             num_ranks, "critic", str(config_file), str(folder / "reference"), str(out)
         )
-        assert output.count("10 faults seen") == num_ranks, output
+        assert output.count("18 faults seen") == num_ranks, output
         result[num_ranks] = torch.load(out, weights_only=True)
     return result
 

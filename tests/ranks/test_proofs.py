@@ -40,9 +40,9 @@ def test_every_planted_fault_is_seen_and_nothing_else(
 def test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit(tmp_path: Path) -> None:
     """25 kinds of clean updates pass (losses, estimators, both dtypes, recomputation, adapters,
     replicas, a rank with few rollouts, episodes), 13 of them compared to the bit with an update
-    that nobody looks at; 33 faults are each
+    that nobody looks at; 34 faults are each
     named."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)
     sections = {**SECTIONS, "data": {"max_prompt_tokens": 16}}
     output = run_worker(2, "update_check", str(write_config(tmp_path, folder, **sections)))
-    assert output.count("25 clean updates pass, 33 faults seen") == 2, output
+    assert output.count("25 clean updates pass, 34 faults seen") == 2, output

@@ -59,7 +59,7 @@ ROOM_TOKENS = {
     "rollout": 9_750,
     "checkpoint": 9_600,
     "checks": 15_050,
-    "signals": 12_800,
+    "signals": 14_200,
     "parts": 2_850,
     "loop": 800,
     "train": 550,

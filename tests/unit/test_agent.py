@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import openai
@@ -18,9 +19,10 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
+from grpo_spmd.episodes.episodes import AgentEpisodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.openai_api import ApiError
-from grpo_spmd.records import Completion
+from grpo_spmd.records import Completion, Prompt
 from grpo_spmd.rewards.trl import BrokenContractError
 from tests.support.agents import Bytes, answered, recorded_by
 
@@ -147,6 +149,60 @@ def test_requests_at_once_are_all_served_and_go_on_from_the_same_tokens() -> Non
         for number in range(3)
     ]
     assert [int(segment.sampled.sum()) for segment in result.segments] == [8 + 9, 9, 9]
+
+
+def test_each_turn_is_answered_with_what_was_sampled_for_it_at_the_generations_temperature() -> (
+    None
+):
+    """Two agents of two turns each, whose turns end in the opposite order."""
+    answers = list[tuple[Any, str]]()
+    waiting = list[Any]()
+    endpoint: Any = SimpleNamespace(
+        open=lambda conversation: {},
+        close=lambda conversation: None,
+        take=lambda: [waiting.pop(0) for _ in waiting[:]],
+        answer=lambda call, message, *_: answers.append((call, message["content"])),
+    )
+    pool: Any = SimpleNamespace(begin=lambda *_: None, poll=lambda _: [], drop=lambda _: None)
+    limits = EpisodeLimits(
+        max_turns=10, max_tokens=99, max_turn_tokens=99, max_model_len=999, max_all_tokens=999
+    )
+    episodes = AgentEpisodes(
+        pool=pool,
+        chat=CHAT,
+        limits=limits,
+        task=lambda conversation: (Prompt(0, 0, [1], "x", {}), lambda turn: 7),
+        temperature=0.6,
+        discount=None,
+        endpoint=endpoint,
+    )
+    conversations = [(0, 0), (0, 1)]
+    for conversation in conversations:
+        episodes.next_request(*conversation, [])
+    texts = {conversation: list[str]() for conversation in conversations}
+    sampled = {conversation: list[Completion]() for conversation in conversations}
+    for turn in range(2):
+        calls = {}
+        for job, number in conversations:
+            messages = [{"role": "user", "content": f"{number}"}]
+            for text in texts[job, number]:
+                messages += [{"role": "assistant", "content": text}]
+                messages += [{"role": "user", "content": "next"}]
+            request = SimpleNamespace(messages=messages, tools=[], max_tokens=None)
+            call: Any = SimpleNamespace(conversation=(job, number), request=request, is_over=False)
+            calls[job, number] = call
+            waiting.append(call)
+        requests = episodes.ready(0.0)
+        assert [conversation for conversation, _ in requests] == conversations
+        assert all(request is not None and request.temperature == 0.6 for _, request in requests)
+        for conversation in reversed(conversations):
+            text = f"turn {turn} of {conversation[1]}"
+            ids = CHAT.sampled(text)
+            sampled[conversation].append(Completion(ids, [-0.5] * len(ids), "stop"))
+            episodes.next_request(*conversation, sampled[conversation])
+            assert answers.pop() == (calls[conversation], text)
+            assert not answers
+            texts[conversation].append(text)
 
 
 @pytest.mark.parametrize(

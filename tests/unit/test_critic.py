@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -41,7 +42,7 @@ from grpo_spmd.signals.critic import (
     _place_rewards,
     lambda_returns,
 )
-from grpo_spmd.signals.opening import open_signals
+from grpo_spmd.signals.opening import Signals, open_signals
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.phases import with_value_head
 from tests.support.models import make_model, write_config
@@ -297,6 +298,16 @@ def test_returns_of_the_check_are_those_of_gae() -> None:
     pieces = (np.split(column, ends) for column in (rewards, values))
     result = [lambda_returns(r, v, 0.97, x) for r, v, x in zip(*pieces, lam, strict=True)]
     assert np.concatenate(result) == pytest.approx(expected)
+
+
+def test_the_policy_is_frozen_in_the_steps_of_the_warm_up() -> None:
+    critic: Any = SimpleNamespace(warmup_steps=2)
+    assert [Signals(critic=critic).freezes_policy(step) for step in (1, 2, 3)] == [
+        True,
+        True,
+        False,
+    ]
+    assert not Signals().freezes_policy(1)
 
 
 def test_a_warm_up_without_a_critic_holds_no_policy(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ and what it is asked."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from grpo_spmd.checks.memory import engine_rows, engine_tokens
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
@@ -26,7 +28,8 @@ from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import check_calls
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout.engine_judge import EngineJudge
+from grpo_spmd.rollout import engine_judge
+from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
 from tests.support.models import make_model, write_config
 from tests.support.reward_texts import give_chat_tokenizer
 
@@ -282,6 +285,58 @@ def test_a_reply_is_worth_what_a_servers_is(
             judge.score_of(judge.text_of(reply), reason)
     else:
         assert judge.score_of(judge.text_of(reply), reason) == pytest.approx(score)
+
+
+def test_each_reply_is_that_to_its_own_completion(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups of two ranks, whose conversations end in any order; the judge's score is the digit
+    that the completion is."""
+    config = loaded(tmp_path, models)
+    tokenizer = load_tokenizer(str(models / "chat"))
+
+    def generate(sizes: list[int], hooks: GenerationHooks, _: int) -> Any:
+        result: dict[int, list[list[Completion]]] = {}
+        for job, size in reversed([*enumerate(sizes)]):
+            result[job] = []
+            for number in range(size):
+                request = hooks.next_request(job, number, [])
+                assert isinstance(request, Request)
+                [digit] = re.findall(
+                    r"<completion-\w+>\n(\d)\n", tokenizer.decode(request.prompt_ids)
+                )
+                reply = tokenizer(f"Score: {digit}").input_ids
+                result[job].append([Completion(reply, [], "stop")])
+        return result
+
+    engine: Any = SimpleNamespace(
+        policy_version=1,
+        tp_rank=0,
+        generate_shared=generate,
+        reset_prefix_cache=lambda: None,
+    )
+    judges = EngineJudges(
+        config.rewards,
+        {0: 900},
+        tokenizer,
+        engine,
+        SimpleNamespace(world_size=1),  # type: ignore[arg-type]
+        lambda: None,
+    )
+    # What the second rank sends: its prompts, and then its replies, of which it has made none.
+    others = [[((5, 0), judges._judges[0].prompt_ids({**GIVEN, "completions": "9"}))], []]
+    monkeypatch.setattr(engine_judge, "exchange_values", lambda values: [values[0], others.pop(0)])
+    digits = {3: "4182", 7: "5", 8: "360"}
+    groups = [
+        RolloutGroup(
+            slot, Prompt(slot, slot, [1], "x", {}), [Completion([1], [0.0], "stop") for _ in texts]
+        )
+        for slot, texts in digits.items()
+    ]
+    inputs = [{**GIVEN, "completions": digit} for texts in digits.values() for digit in texts]
+    scored = judges.score(groups, ScoredRollouts(reward_inputs=inputs))
+    expected = [0.4, 0.1, 0.8, 0.2, 0.5, 0.3, 0.6, 0.0]
+    assert scored.by_name == {"judge": pytest.approx(expected)}
 
 
 def test_scores_behind_others_keep_the_configs_order_and_what_was_noted() -> None:

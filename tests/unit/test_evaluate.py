@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from grpo_spmd.config.schema import EvalConfig, RolloutConfig
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import EngineStateError, GenerationHooks, Request
+from grpo_spmd.episodes import environments as episode_environments
+from grpo_spmd.episodes.environments import Environments
+from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.verifiers import final_answer
-from grpo_spmd.rollout.evaluate import Outcome, majority, pass_at_k, summarise
+from grpo_spmd.rollout import evaluate
+from grpo_spmd.rollout.evaluate import (
+    Evaluator,
+    Outcome,
+    check_temperatures,
+    majority,
+    outcomes_by_slot,
+    pass_at_k,
+    summarise,
+)
 
 # The estimators
 
@@ -134,3 +153,118 @@ def test_k_doubles_up_to_the_number_of_samples(num_samples: int, ks: list[int]) 
     metrics = summarise([outcome("a", 1.0, True)] * num_samples, num_samples)
     assert [name for name in metrics if name.startswith("pass")] == [f"pass_at_{k}" for k in ks]
     assert f"maj_at_{num_samples}" in metrics
+
+
+def test_answers_are_counted_by_what_they_are() -> None:
+    """A digest that is the same for all answers would make each of them the most common one."""
+    texts = ["so \\boxed{1}", "\\boxed{2}", "\\boxed{1}", "\\boxed{1}"]
+    verdicts: list[float | None] = [0.0, 1.0, 0.0, 0.0]
+    scored = ScoredRollouts(rewards=verdicts, by_name={"r": verdicts}, texts=texts)
+    prompt = Prompt(0, 0, [1], "p", {})
+    groups = [RolloutGroup(slot, prompt, [Completion([5], [0.0], "stop")]) for slot in range(4)]
+    outcomes = outcomes_by_slot(groups, scored)
+    answers = [outcomes[slot].answer for slot in range(4)]
+    assert answers[0] == answers[2] == answers[3] != answers[1]
+    # The most common answer, 1, is wrong.
+    assert summarise([*outcomes.values()], 4)["maj_at_4"] == 0.0
+
+
+# The temperature
+
+
+class Engine(RolloutEngine):
+    """One that answers each request at once, over a vLLM that takes requests and does nothing."""
+
+    def __init__(self) -> None:
+        self._rollout = RolloutConfig(temperature=1.0)
+        self._stop_token_ids: list[int] = []
+        self._adapters = None
+        self._temperatures: set[float] = set()
+        self._engine: Any = SimpleNamespace(add_request=lambda *_, **__: None)
+        self.tp_rank, self.tp_size = 0, 1
+
+    def reset_prefix_cache(self) -> None:
+        pass
+
+    def generate_shared(self, sizes: Sequence[int], hooks: Any, *_: Any) -> Any:
+        answer = Completion([5], [-0.1], "stop")
+        result: dict[int, list[list[Completion]]] = {}
+        for job, size in enumerate(sizes):
+            result[job] = [[answer]] * size
+            for number in range(size):
+                request = hooks.next_request(job, number, [])
+                assert isinstance(request, Request)
+                self._add_requests([(f"{job}-{number}", request)])
+        return result
+
+
+class Episodes:
+    """Episodes of one turn, whose environments have nothing to say."""
+
+    def __init__(self, task: Any, temperature: float | None, **_: Any) -> None:
+        self.task, self.temperature = task, temperature
+        self.completions: dict[tuple[int, int], Completion] = {}
+
+    def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Request:
+        prompt, seed = self.task((job, number))
+        self.completions[job, number] = Completion([5], [-0.1], "stop")
+        return Request(prompt.token_ids, seed(-1), self.temperature)
+
+    def close(self) -> None:
+        pass
+
+
+def score(groups: Sequence[RolloutGroup], **_: Any) -> ScoredRollouts:
+    ones: list[float | None] = [1.0] * len(groups)
+    return ScoredRollouts(
+        rewards=ones, by_name={"r": ones}, texts=["5"] * len(groups), reward_inputs=[{}] * len(ones)
+    )
+
+
+@pytest.fixture
+def evaluator(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Evaluator:
+    """At temperature 0.6 where the training has 1; of episodes if the parameter says so."""
+    kinds = SimpleNamespace(FINAL_ONLY=0)
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
+    monkeypatch.setitem(
+        sys.modules,
+        "vllm.sampling_params",
+        SimpleNamespace(RequestOutputKind=kinds),
+    )
+    monkeypatch.setattr(evaluate, "on_rank0", lambda fn, report: fn([report]))
+    monkeypatch.setattr(episode_environments, "Episodes", Episodes)
+    environments: Any = None
+    if request.param == "episodes":
+        environments = Environments.__new__(Environments)
+        environments._pool = environments._chat = environments._limits = object()
+        environments._endpoint, environments._config = None, SimpleNamespace(discount=None)
+    prompts = [Prompt(row, row, [1, 2], "p", {}) for row in range(3)]
+    config = EvalConfig(every_steps=1, temperature=0.6, num_samples=2)
+    return Evaluator(
+        {"e": prompts}, Engine(), score, config, 0, 0.5, None, environments=environments
+    )
+
+
+@pytest.mark.parametrize("evaluator", ["completions", "episodes"], indirect=True)
+def test_an_evaluation_is_sampled_at_its_temperature_and_another_one_is_seen(
+    evaluator: Evaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert evaluator.evaluate(0)["eval/e/mean"] == 1.0
+    # What was sampled for training in between does not count.
+    hooks = GenerationHooks(lambda *_: Request([1], 0))
+    evaluator.engine.generate_shared([1], hooks, 1)
+    assert evaluator.evaluate(1)["eval/e/mean"] == 1.0
+    # None stands for the training's temperature.
+    generate = evaluate.generate
+    monkeypatch.setattr(
+        evaluate, "generate", lambda *a, **k: generate(*a, **{**k, "temperature": None})
+    )
+    with pytest.raises(EngineStateError, match=r"at temperature 1, and eval.temperature is 0.6"):
+        evaluator.evaluate(2)
+
+
+def test_vllms_lowest_temperature_is_no_other_one() -> None:
+    check_temperatures([0.01], 0.002)
+    check_temperatures([], 0.0)
+    with pytest.raises(EngineStateError):
+        check_temperatures([0.0, 0.6], 0.0)

@@ -20,6 +20,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.scorers import Scorers
@@ -315,8 +316,8 @@ def test_a_template_is_tried_before_anything_starts(
 
 
 def test_when_scores_are_checked() -> None:
-    """At every scoring of the first step, whether an evaluation's, a training's or a refill's, and
-    of those due."""
+    """At every scoring of the first and the third step, whether an evaluation's, a training's or a
+    refill's, and of those due."""
     inputs: list[bool] = []
     engine: Any = SimpleNamespace(policy_version=None, rest=lambda: None)
 
@@ -326,11 +327,11 @@ def test_when_scores_are_checked() -> None:
 
     model: Any = SimpleNamespace(name="rm", score=score)
     checks: Any = {"rm": object()}
-    for every, expected in ((2, [3, 0, 0, 2]), (0, [3, 0, 0, 0])):
-        models = RewardModels([model], engine, checks, every)
+    for every, expected in ((2, [3, 0, 1, 0, 2]), (0, [3, 0, 1, 0, 0])):
+        models = RewardModels([model], engine, checks, ProofSchedule(every))
         scorer = Scorers(lambda groups, **_: ScoredRollouts(), {"rm": 1.0}, [models])
         seen = []
-        for version, num_scorings in ((3, 3), (5, 1), (7, 1), (8, 2)):
+        for version, num_scorings in ((3, 3), (4, 0), (5, 1), (7, 1), (8, 2)):
             engine.policy_version, old = version, sum(inputs)
             for number in range(num_scorings):
                 scorer([], num_step_completions=number)

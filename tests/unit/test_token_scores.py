@@ -44,7 +44,7 @@ from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
 from grpo_spmd.observe.run_folder import ReadErrors, RunFolder
-from grpo_spmd.observe.token_scores import KeptScores, TokenScores
+from grpo_spmd.observe.token_scores import KeptScores, TokenScores, TokenScoresError
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, Segment
 from tests.support.dumps import scored as read
 from tests.support.models import make_model
@@ -459,7 +459,23 @@ def trained(
     updater.optimizer.zero_grad()
     assert sums["optim/updates"].value == num_updates
     load_weights(hf_named_parameters(policy), Path(policy.model.config._name_or_path))
-    return {line["rollout_id"]: line for line in read(scores.lines())}
+    squares = sums["tilt_squares"].value if num_updates == 1 else None
+    if squares is not None:
+        _shifted_ones_are_refused(scores, squares)
+    return {line["rollout_id"]: line for line in read(scores.lines(squares))}
+
+
+def _shifted_ones_are_refused(scores: KeptScores, squares: float) -> None:
+    """Scores of the token before, and a neighbour's entropies."""
+    kept = dict(scores._kept)
+    for change in (
+        lambda row, logprobs, entropy: (row, logprobs.roll(1), entropy),
+        lambda row, logprobs, entropy: (row, logprobs, entropy.roll(1)),
+    ):
+        scores._kept = {key: change(*entry) for key, entry in kept.items()}
+        with pytest.raises(TokenScoresError, match=r"the sum of .logprob . entropy"):
+            scores.lines(squares)
+    scores._kept = kept
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
 from grpo_spmd.learn import advantages, assemble, sampled_step
 from grpo_spmd.learn.advantages import gae_advantages
@@ -42,11 +43,14 @@ from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import build_policy, build_reference
 from grpo_spmd.model.values import ValueModel
+from grpo_spmd.proofs import gradient_check
 from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 from grpo_spmd.signals import critic as learn_critic
+from grpo_spmd.signals import value_proofs
 from grpo_spmd.signals.critic import Critic, CriticCheck
 from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.value_proofs import CriticUpdateCheck
 from tests.support.learn import check_settings_of, merged_on_all, updater_of
 from tests.support.workers.update import SETTINGS as OF_POLICY
 from tests.support.workers.update import deal, fixed_groups, plan_unpacked, score, with_setting
@@ -112,7 +116,11 @@ class Trials:
             check_settings_of(config, frozenset({0})), reward_weights=[1.0]
         )
         batch_values = BatchCheck(settings)
-        result = CriticCheck(critic.model, config.critic, settings)(
+        # As `critic.check`, with the settings that are asked for in place of the critic's own.
+        has_layers = critic.value_head is None
+        updates = CriticUpdateCheck(critic, config.critic, settings, has_layers=has_layers)
+        critic._observer = updates
+        result = CriticCheck(critic.model, config.critic, settings, updates)(
             sampled, batch, decision, batch_values.rewards_of(sampled, decision)
         )
         faulty: list[str] = on_rank0(
@@ -205,6 +213,7 @@ def main() -> None:
             step = trials.step(config, critic, method, packed=packed)
             assert not (faulty := trials.check(config, critic, step)), (setting, split, faulty[:3])
             results[setting, split] = result_of(critic, step)
+    by_noise_alone(trials)
     if session.world_size == 2:
         config = changed(trials.config, "several steps")
         critic = trials.critic(
@@ -217,6 +226,25 @@ def main() -> None:
     if session.is_rank0:
         torch.save(results, sys.argv[3])
     end_session()
+
+
+def by_noise_alone(trials: Trials) -> None:
+    """In bfloat16, where bounds of nothing leave only what is measured of the rounding."""
+    model = dataclasses.replace(trials.config.model, dtype="bfloat16")
+    config = changed(dataclasses.replace(trials.config, model=model), "several steps")
+    critic = trials.critic(config)
+    step = trials.step(config, critic)
+    nothing = {"bfloat16": 1e-9}
+    with (
+        patch.dict(value_proofs._GRADIENT_BOUNDS, nothing),
+        patch.dict(gradient_check.SCORE_BOUNDS, nothing),
+    ):
+        assert not (faulty := trials.check(config, critic, step)), faulty[:3]
+        moved = step[1].micro_batches[0]
+        assert moved.old_values is not None
+        moved.old_values = moved.old_values * 1.01
+        assert trials.check(config, critic, step)
+    critic.drop_gradient()
 
 
 def waits(trials: Trials, config: Config) -> dict[str, Any]:
@@ -405,7 +433,62 @@ def faults(trials: Trials) -> int:
         "a value that the advantages are made of" in text
         for text in trials.check(plain, critic, step)
     )
-    return done + 1
+    return done + 1 + faults_of_learning(trials)
+
+
+def faults_of_learning(trials: Trials) -> int:
+    """Faults of the critic's own update: each is named before it, or at its first step."""
+    config, done = changed(trials.config, "several steps"), 0
+    loss, term = learn_critic.value_loss, Critic.loss_term
+
+    def sees(expected: str, within: Any = None, trained: Config = config) -> None:
+        nonlocal done
+        critic = trials.critic(trained)
+        step = trials.step(trained, critic)
+        with within or nullcontext():
+            faulty = trials.check(config, critic, step)
+            try:
+                critic.update(step[1])
+            except Rank0Error as error:
+                faulty.append(str(error))
+        assert any(expected in text for text in faulty), (expected, faulty[:4])
+        done += 1
+
+    def unmasked(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip: Any) -> Any:
+        return loss(values, old, returns, torch.ones_like(mask), clip)
+
+    def around_the_new(values: Tensor, old: Tensor, *rest: Any) -> Any:
+        return loss(values, values.detach(), *rest)
+
+    def by_row(critic: Critic, values: Tensor, row: MicroBatch, _: int) -> Tensor:
+        return term(critic, values, row, int(row.loss_mask.sum()))
+
+    def frozen(critic: Critic, is_made: bool) -> float:
+        critic.optimizer.zero_grad(set_to_none=True)
+        return 0.0
+
+    sees("the value loss, of the size", patch.object(learn_critic, "value_loss", unmasked))
+    sees("the value loss, of the size", patch.object(learn_critic, "value_loss", around_the_new))
+    sees("the value loss, of the size", patch.object(Critic, "loss_term", by_row))
+    sees("the critic's update is not what", patch.object(Critic, "finish_step", frozen))
+    other = dataclasses.replace(config.critic, lr=1.5 * config.critic.lr)
+    sees("the step of AdamW on", trained=dataclasses.replace(config, critic=other))
+    unclipped = dataclasses.replace(config.optimizer, max_grad_norm=1e9)
+    sees("AdamW's exp_avg of", trained=dataclasses.replace(config, optimizer=unclipped))
+    # A critic that is never updated, and values of the second row on that are those of others.
+    few = changed(trials.config, "as configured", 90)
+    critic = trials.critic(few)
+    step = trials.step(few, critic, packed=False)
+    check = critic.check(check_settings_of(few, frozenset({0})))
+    rewards = BatchCheck(check_settings_of(few, frozenset({0}))).rewards_of(step[0], step[2])
+    assert not check(*step, rewards).errors
+    assert any("has made no update" in text for text in check(*step, rewards).errors)
+    for row in step[1].micro_batches[1:]:
+        assert row.old_values is not None
+        row.old_values = row.old_values.roll(1)
+    faulty = check(*step, rewards).errors
+    assert any("a value that the advantages are made of" in text for text in faulty)
+    return done + 2
 
 
 if __name__ == "__main__":

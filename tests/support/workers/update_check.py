@@ -408,6 +408,15 @@ def faults(trials: Trials) -> int:
         _with(config, "optimizer", lr=1e-2),
         within=by_policy,
     )
+
+    def of_later_rows(policy: Any, reference: Any, batch: Any, *rest: Any) -> None:
+        attach(policy, reference, batch, *rest)
+        assert len(batch.micro_batches) > 1
+        for row in batch.micro_batches[1:]:
+            row.ref_logprobs = row.ref_logprobs.roll(1)
+
+    later = patch.object(sys.modules[__name__], "attach_logprobs", of_later_rows)
+    sees("the reference logprob that the loss is given", within=later)
     adapted = trials.build(config, lora=LoraConfig(rank=4))
     kept_on = patch.object(model_policy.lora, "adapters_off", lambda model: nullcontext())
     moves = _with(_with(config, "model", lora=LoraConfig(rank=4)), "optimizer", lr=1e-2)

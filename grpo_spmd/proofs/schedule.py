@@ -1,0 +1,40 @@
+"""Decides when a running proof is due, and at which micro-batches it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from grpo_spmd.records import MicroBatch
+
+# The first step is trivial in many ways: a value head and adapters are zero, and policy and
+# reference are equal. Two steps later nothing of this is so any more.
+_EARLY = (0, 2)
+
+
+class ProofSchedule:
+    """The steps at which a proof is due: the first and the third of this process, and every
+    `proofs.every_steps`."""
+
+    def __init__(self, every_steps: int) -> None:
+        """With 0 only the first and the third step are due."""
+        self._every_steps = every_steps
+        self._first_step: int | None = None
+
+    def is_early(self, step: int) -> bool:
+        """Returns True in the first and the third step. The first call is in the first step."""
+        if self._first_step is None:
+            self._first_step = step
+        return step - self._first_step in _EARLY
+
+    def is_due(self, step: int) -> bool:
+        """Returns True if the proof is due in this step. The first call is in the first step."""
+        is_early = self.is_early(step)
+        return is_early or (self._every_steps > 0 and step % self._every_steps == 0)
+
+
+def rows_to_check(rows: Sequence[MicroBatch]) -> list[MicroBatch]:
+    """Returns the first, the second and the last of a batch's micro-batches, each once.
+
+    All ranks have as many micro-batches, so that a check makes equally many passes on each."""
+    # The first row alone would not show a row that got what belongs to the row before it.
+    return [rows[i] for i in sorted({0, min(1, len(rows) - 1), len(rows) - 1})]

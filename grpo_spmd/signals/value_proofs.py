@@ -1,0 +1,362 @@
+"""The running checks of what a critic learns: its loss and gradient on synthetic rows, and its
+optimizer steps.
+
+A synthetic row is one of proofs/gradient_check.py. A value head on the policy's layers has its part
+in that check of the policy; a critic of its own is checked here in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_spmd.config.schema import CriticConfig
+from grpo_spmd.distributed.collectives import any_rank
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.learn.contexts import rollout_contexts
+from grpo_spmd.learn.update import MiniBatch, UpdateObserver
+from grpo_spmd.model.sharding import is_first_replica
+from grpo_spmd.model.values import ValueModel, plain_states
+from grpo_spmd.proofs.gradient_check import (
+    NOISE_FACTOR,
+    CheckResult,
+    UpdateCheckSettings,
+    check_no_gradient,
+    count_loss,
+    gradient_squares,
+    relative_difference,
+    short_rollouts,
+    sum_over_ranks,
+)
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain_loss import LossTerm
+from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
+from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
+
+if TYPE_CHECKING:
+    from grpo_spmd.signals.critic import Critic, PolicyCritic
+
+_log = logging.getLogger("grpo_spmd")
+# Distances of old values and returns from the values, in multiples of the clip. They are on both
+# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
+_OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
+_RETURN_DISTANCES = (0.7, -0.7, 0.9)
+# With a larger clip nothing is clipped on synthetic rows.
+_MAX_CLIP = 5.0
+# The number of optimizer steps that are followed after each check.
+_WINDOW = 3
+# The largest difference of the loss, relative to the sum of its summands' sizes. Both sides have
+# the trainer's values, so that a number format's rounding is not in it.
+_LOSS_BOUND = 1e-4
+# The largest difference of the whole gradient, relative to its norm. Measured: 8e-7 in float32,
+# 0.014 to 0.14 in bfloat16. Beyond it a difference is judged by bfloat16's own noise, which was 0.5
+# and more with key biases as Qwen2's: the loss is compared exactly there too.
+_GRADIENT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
+
+
+def relative_size(differences: Tensor, values: Tensor) -> float:
+    """Returns the mean of |differences| over the mean of |values|."""
+    return float(differences.abs().mean() / (values.abs().mean() + 1e-6))
+
+
+@contextmanager
+def random_head(head: nn.Linear) -> Iterator[None]:
+    """Returns a context manager. Within it the head adds a product with a fixed random vector: a
+    new head is zero, and would show no fault."""
+    handle = head.register_forward_hook(
+        lambda _, inputs, output: output + random_product(inputs[0])[..., None]
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def random_product(states: Tensor) -> Tensor:
+    """Returns the products [...] of states [..., D] with a fixed random vector."""
+    width = states.shape[-1]
+    vector = torch.randn(width, generator=torch.Generator().manual_seed(0)) / math.sqrt(width)
+    return states @ vector.to(states)
+
+
+class SyntheticTargets:
+    """Makes value targets for synthetic rows, and computes the loss of their values plainly."""
+
+    def __init__(self, clip: float | None, coef: float) -> None:
+        self._clip = clip
+        self._coef = coef
+        # Values, old values and returns of the rows that hold a rollout, float64.
+        self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
+        """Gives a row old values and returns at known distances from the trainer's values [C]."""
+        clip = min(self._clip or 1.0, _MAX_CLIP)
+        v = values.double()
+        # Each combination of the distances occurs every 21 tokens.
+        index = torch.arange(len(v), device=v.device)
+        old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
+        target = v.new_tensor(_RETURN_DISTANCES)[
+            index // len(_OLD_DISTANCES) % len(_RETURN_DISTANCES)
+        ]
+        row.old_values = (v - clip * old).float()
+        row.returns = (v + clip * target).float()
+        if row.rollout_ids:
+            self._columns.append((v, row.old_values.double(), row.returns.double()))
+
+    def plain_loss(
+        self, plain: Tensor, rollouts: Sequence[Rollout], num_tokens: int
+    ) -> tuple[LossTerm, Tensor]:
+        """Returns (value loss, trainer's values [n]) of the tokens of `rollouts`.
+
+        `plain` [n] are plain values, float64, whose graph the loss has. `num_tokens` is the number
+        of tokens that count over all ranks."""
+        values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
+        # The trainer's values with the plain gradient: else rounding would clip here what it does
+        # not clip there.
+        v = plain + (values - plain).detach()
+        errors = (v - target) ** 2
+        # PPO takes the larger of two errors. The clipped one is a constant.
+        if self._clip is not None:
+            steps = values - old
+            clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
+            errors = torch.where((steps.abs() > self._clip) & (clipped > errors), clipped, errors)
+        counts = np.concatenate([rollout.loss_mask for rollout in rollouts])
+        terms = self._coef * 0.5 * errors[torch.from_numpy(counts).to(v.device)] / num_tokens
+        return LossTerm(terms.sum(), float(terms.detach().abs().sum())), values
+
+
+class ValueTargets(SyntheticTargets):
+    """The value targets of the policy's gradient check, if the critic's head learns in the policy's
+    update (the SyntheticValues of GradientCheck)."""
+
+    def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
+        super().__init__(config.clip_value, config.coef)
+        self._critic = critic
+        # The decoder's outputs of each plain pass within `random_head`.
+        self._states: list[Tensor] = []
+        # Weight and bias of the head as leaves of the plain loss.
+        self._head: tuple[Tensor, ...] = ()
+
+    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Returns an iterator over (name, parameter) of the head."""
+        return self._critic.model.named_parameters()
+
+    @contextmanager
+    def random_head(self) -> Iterator[None]:
+        """Returns a context manager. Within it the head adds a fixed random product, and the
+        decoder's outputs of plain passes are kept."""
+        model = self._critic.model
+        with random_head(model.head), plain_states(model.policy) as self._states:
+            yield
+        self._states = []
+
+    def plain_term(
+        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
+    ) -> LossTerm:
+        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
+
+        The states are those of the last plain pass within `random_head`, which was over the
+        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
+        targets of `set_targets` are used once.
+        """
+        states = self._states[-1]  # [S, L, D]
+        hidden: list[Tensor] = []
+        for number, context in enumerate(rollout_contexts(rollouts)):
+            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
+            hidden.append(states[number, sampled - 1])
+        parameters = self._critic.model.head.parameters()
+        gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
+        self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
+        weight, bias = self._head
+        inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
+        plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
+        if not hidden:
+            return LossTerm((plain * 0.0).sum(), 0.0)
+        term, values = self.plain_loss(plain, rollouts, num_tokens)
+        self._columns = []
+        result.check_difference(
+            "the value of a token, of the values' size,",
+            "values",
+            relative_size(values - plain.detach(), plain.detach()),
+            bound,
+        )
+        return term
+
+    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
+        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
+        gradients, summed here. Drops the gradient."""
+        reduced = []
+        plain = []
+        for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
+            assert leaf.grad is not None
+            # The plain loss is subtracted in the backward pass.
+            plain.append(-leaf.grad.flatten())
+            local = cast(DTensor, parameter.grad)._local_tensor.flatten()
+            # The head has one row, which one rank of each replica holds.
+            is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
+            reduced.append(local if is_here else torch.zeros_like(plain[-1]))
+        columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
+        result.check_difference(
+            "the gradient of the value head, of its norm,",
+            "gradient",
+            relative_difference(columns[0], columns[1]),
+            bound,
+        )
+        self._critic.drop_gradient()
+
+
+class CriticUpdateCheck(UpdateObserver):
+    """Checks what a critic learns: `run` compares its loss and gradient, and as an UpdateObserver
+    it then follows a few of its optimizer steps."""
+
+    def __init__(
+        self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings, has_layers: bool
+    ) -> None:
+        """`has_layers` is False for a head on the policy's layers, whose loss and gradient are
+        checked with the policy's."""
+        self._critic = critic
+        self._has_layers = has_layers
+        self._clip = config.clip_value
+        self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
+        self._is_rounded = settings.dtype != "float32"
+        policy = settings.optimizer
+        # The schedule's floor is the same fraction of the learning rate as the policy's.
+        ratio = config.lr / policy.lr if policy.lr else 0.0
+        optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
+        num_steps = settings.training.num_run_optimizer_steps
+        self._adamw = AdamwCheck(critic.model, critic, optimizer, num_steps)
+        # Optimizer steps that are still to be followed.
+        self._window = 0
+        # True if a step has to be made before the next check.
+        self._expects_step = False
+
+    def run(self, result: CheckResult, groups: Sequence[RolloutGroup], batch: RolloutBatch) -> None:
+        """Collective. Checks loss and gradient on pieces of this rank's rollouts, and opens the
+        window of optimizer steps."""
+        if self._expects_step:
+            result.errors.append("the critic has made no update since the last check")
+        if self._has_layers:
+            self._check_gradient(result, groups, batch.micro_batches[0].input_ids.device)
+        self._adamw.open()
+        result.errors.extend(self._adamw.result.errors)
+        self._window = _WINDOW
+        self._expects_step = any(batch.num_loss_tokens)
+
+    def before_backward(self, mini_batch: MiniBatch) -> None:
+        """Collective. Checks the denominators of a mini-batch."""
+        if self._window:
+            self._adamw.begin(mini_batch)
+
+    def after_backward(self) -> None:
+        """Collective. Reads the gradients before they are clipped."""
+        if self._window:
+            self._adamw.read_gradients()
+
+    def after_step(self, is_made: bool) -> None:
+        """Collective. Compares weights and moments with those of the plain AdamW. Raises Rank0Error
+        on every rank if they differ."""
+        self._expects_step = False
+        if self._window:
+            self._adamw.end(is_made)
+            raise_if_wrong([self._adamw.result], "the critic's update")
+            self._window -= 1
+
+    def _check_gradient(
+        self, result: CheckResult, groups: Sequence[RolloutGroup], device: torch.device
+    ) -> None:
+        """Collective. Compares loss and gradient of synthetic rows with plain ones, and leaves no
+        gradient behind."""
+        critic = self._critic
+        model = critic.model
+        assert isinstance(model, ValueModel)
+        check_no_gradient(result, model.named_parameters())
+        rollouts = short_rollouts(groups)
+        rows = [pack_rollouts(half, device) for half in (rollouts[:3], rollouts[3:])]
+        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(rows)))
+        targets = SyntheticTargets(self._clip, 1.0)
+        handle = model.register_forward_hook(
+            lambda _, inputs, values: targets.set_targets(inputs[0], values.detach())
+        )
+        # Activation checkpointing may run layers again in the backward pass, which therefore is
+        # within plain attention too.
+        with random_head(model.head):
+            loss = critic.accumulate(MiniBatch(rows, num_tokens, num_sequences))
+            handle.remove()
+            norm = _gradient_norm(model)
+
+            def plain_pass(sign: float) -> tuple[Tensor, LossTerm]:
+                """Adds the plain gradient, times a sign, to the parameters' gradients."""
+                plain = _plain_values(model, rollouts, device)
+                term = LossTerm((plain * 0.0).sum(), 0.0)
+                if rollouts:
+                    term, _ = targets.plain_loss(plain, rollouts, num_tokens)
+                (sign * term.value).backward()
+                return plain, term
+
+            with use_plain_attention(model.backbone):
+                # What is left is the difference.
+                plain, term = plain_pass(-1.0)
+                difference = _gradient_norm(model) / norm
+                critic.drop_gradient()
+                bound = self._gradient_bound
+                # Equal on all ranks, which all make the further passes.
+                if self._is_rounded and difference > bound:
+                    plain_pass(1.0)
+                    with use_float32(model):
+                        plain_pass(-1.0)
+                    noise = _gradient_norm(model) / norm
+                    bound = max(bound, NOISE_FACTOR * noise)
+                    # Without its gradient a difference is 1.
+                    if bound >= 1.0:
+                        _log.warning(
+                            "the critic's gradient is not compared: in bfloat16 rounding alone "
+                            "changes it by %.2g of its norm; its loss is",
+                            noise,
+                        )
+                    critic.drop_gradient()
+        # A model that is not finite is for the update to report, which then skips the step.
+        if any_rank(not bool(plain.isfinite().all())):
+            return
+        result.check_difference(
+            "the value loss, of the size of what it sums,",
+            "loss",
+            abs(loss - float(term.value.detach())) / max(term.size, 1e-12),
+            _LOSS_BOUND if rollouts else math.inf,
+        )
+        result.check_difference(
+            "the gradient of the critic, of its norm,",
+            "gradient",
+            difference,
+            bound,
+        )
+
+
+def _gradient_norm(model: nn.Module) -> float:
+    """Collective. Returns the norm of the gradient over all ranks."""
+    squares = sum_over_ranks([sum(gradient_squares(model).values())])
+    return math.sqrt(squares[0]) + 1e-30
+
+
+def _plain_values(model: ValueModel, rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
+    """Collective. Returns the values [n] of the sampled tokens, float64 with their graph, by a
+    plain pass; one value without a rollout."""
+    contexts = list(rollout_contexts(rollouts))
+    ids = [torch.tensor(context.token_ids, device=device).long() for context in contexts]
+    # Without a rollout the pass is made for the other ranks.
+    none = torch.zeros(1, dtype=torch.int64, device=device)
+    values = model.plain_values(pad_sequence(ids or [none], batch_first=True))
+    pieces = [
+        values[number, torch.from_numpy(np.flatnonzero(context.sampled) - 1).to(device)]
+        for number, context in enumerate(contexts)
+    ]
+    return torch.cat(pieces or [values[0]]).double()
