@@ -202,15 +202,13 @@ class RolloutEngine:
 
         `held_bytes` is the memory of the trainer. Returns the metrics of SleepCheck if it is given,
         else {}."""
-        # A rest is a sleep of level 1. Level 2 drops only what is still on the device.
-        is_asleep = self._use_before_rest is not None and self._sleep_level == 1
-        if not is_asleep:
-            self._end_rest()
-        use_before = self._use_before_rest or self._measure()
+        use_before = self._use_before_rest
         if self._adapters is not None:
             self._adapters.drop()
-        if not is_asleep:
-            self._llm.sleep(level=self._sleep_level)
+        # A rest goes on as the sleep, at level 1 whatever `sleep_level` is. Nothing of the engine
+        # is on the device, and to wake it only to drop its weights would map and copy all of it.
+        if use_before is None:
+            use_before = self._put_to_sleep(self._sleep_level)
         self._weights_awake = False
         self._kv_cache_awake = False
         self._use_before_rest = None
@@ -225,8 +223,13 @@ class RolloutEngine:
         The weights wait in host memory, whatever `sleep_level` is. The next generation or sleep
         ends the rest. The prefix cache is empty afterwards."""
         if self._weights_awake and self._kv_cache_awake and self._use_before_rest is None:
-            self._use_before_rest = self._measure()
-            self._llm.sleep(level=1)
+            self._use_before_rest = self._put_to_sleep(1)
+
+    def _put_to_sleep(self, level: int) -> MemoryUse:
+        """Lets vLLM free its memory. Returns the memory in use before."""
+        use_before = self._measure()
+        self._llm.sleep(level=level)
+        return use_before
 
     def _end_rest(self) -> None:
         """Wakes the engine if it rests."""

@@ -248,7 +248,9 @@ def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_sc
     beside plain ones."""
     of = found(results, "signals")
     awake, scored = ["wake weights", "wake kv_cache"], ["sleep 1", "wake weights kv_cache"]
-    step = [*awake, *scored, *scored, "sleep 2"]  # the evaluation's completions, and the step's
+    # The evaluation's completions and the step's. The second rest goes on as the sleep: one wake
+    # of the whole engine and one sleep fewer in each step.
+    step = [*awake, *scored, "sleep 1"]
     assert of["told"] == ["sleep 2", *step, *step, *awake, "sleep 1"]
     initial, second = [line for line in of["lines"] if "time/step_s" in line]
     policy = found(results, "checkpoint")["numel"]
