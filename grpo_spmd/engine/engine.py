@@ -24,7 +24,7 @@ from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_gro
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
-from grpo_spmd.engine.failures import running_engines
+from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
@@ -226,9 +226,18 @@ class RolloutEngine:
             self._use_before_rest = self._put_to_sleep(1)
 
     def _put_to_sleep(self, level: int) -> MemoryUse:
-        """Lets vLLM free its memory. Returns the memory in use before."""
+        """Lets vLLM free its memory. Returns the memory in use before.
+
+        Raises RuntimeError if another process took more memory meanwhile than the sleep freed."""
         use_before = self._measure()
-        self._llm.sleep(level=level)
+        try:
+            self._llm.sleep(level=level)
+        except AssertionError as error:
+            used_bytes = (use_before.driver_used, self._measure().driver_used)
+            text = memory_taken_in_sleep(str(error), used_bytes, self.pool_bytes())
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
         return use_before
 
     def _end_rest(self) -> None:
