@@ -205,6 +205,15 @@ def test_every_way_of_attention_runs_and_recomputation_changes_no_bit(results: R
                 )
 
 
+def test_the_host_never_waits_for_the_device_within_a_row(results: Results) -> None:
+    """A copy that waits drains the device's queue: 10 ms of a micro-batch of an 8B model. Before
+    rows brought their `sequence_starts` each pass made one, and packing 8 for each row."""
+    of = found(results, "waits")
+    assert of.pop("one copy") == {"aten._to_copy": 1}  # what is counted is seen
+    assert len(of) == 9
+    assert all(waits == {} for waits in of.values()), of
+
+
 def test_what_waits_in_host_memory_is_pinned_to_the_byte(results: Results) -> None:
     of = found(results, "offload")
     assert of["held"] == of["freed"] == of["moved"] == of["pinned"] > 0
