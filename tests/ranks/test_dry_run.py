@@ -210,6 +210,8 @@ def test_the_host_never_waits_for_the_device_within_a_row(results: Results) -> N
     rows brought their `sequence_starts` each pass made one, and packing 8 for each row."""
     of = found(results, "waits")
     assert of.pop("one copy") == {"aten._to_copy": 1}  # what is counted is seen
+    # The scores of all rows of a reward model are read together.
+    assert of.pop("rewards of two rows") == {"aten._to_copy": 1}
     assert len(of) == 9
     assert all(waits == {} for waits in of.values()), of
 

@@ -41,6 +41,7 @@ from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.values import build_reward_model, build_value_model
 from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.records import RolloutBatch, SyncStats
+from grpo_spmd.rollout.reward_models import score_over_ranks
 from tests.support.checkpoints import checkpoints_of
 from tests.support.dry_run import runtime
 from tests.support.dry_run.device import FakeCuda
@@ -357,6 +358,9 @@ class Trials:
                     value_model(row)
                 with counted(f"rewards {number}"), torch.no_grad():
                     reward_model(reward_model.row_of([[1, 2, 3], [4, 5]]))
+            with counted("rewards of two rows"), torch.no_grad():
+                texts, row_of = [[1, 2, 3], [4, 5], [6]], reward_model.row_of
+                score_over_ranks([0, 1, 2], texts, 3, lambda row: reward_model(row_of(row)))
             cast(FSDPModule, policy).reshard()
             for number, row in enumerate(rows):
                 with counted(f"update {number}"):
