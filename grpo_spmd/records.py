@@ -203,6 +203,8 @@ class MicroBatch:
     """int64 [T]. Starts at 0 in each sequence."""
     sequence_lengths: list[int]
     """S lengths whose sum is T."""
+    sequence_starts: Tensor
+    """int32 [S + 1]. The first token of each sequence, and T."""
     # The sampled tokens, and what the sampling and scoring ranks said about them.
     predict_index: Tensor
     """int64 [C]. The hidden state at this position of the row predicts `target_ids[c]`."""

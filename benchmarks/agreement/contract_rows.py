@@ -173,6 +173,11 @@ STATES = (
         says=("level == 2", "model.named_buffers()"),
     ),
     Row(
+        f"{_WORKER}.sleep",
+        "its error where another process took memory (failures.py): the run ends then",
+        says=("Memory usage increased after sleeping",),
+    ),
+    Row(
         f"{_WORKER}.wake_up",
         "and puts them back",
         "(tags=0)",

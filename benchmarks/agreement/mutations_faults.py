@@ -204,8 +204,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/policy.py",
-        "PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)",
-        "PackedLayout([sum(batch.sequence_lengths)], batch.input_ids.device, self.attention)",
+        "PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)",
+        "PackedLayout([sum(batch.sequence_lengths)], batch.sequence_starts, self.attention)",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(

@@ -16,8 +16,9 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from grpo_spmd.config.aliases import read_table
@@ -25,7 +26,7 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
 from grpo_spmd.config.rules import met_conditions
-from grpo_spmd.config.schema import Config, LoraConfig
+from grpo_spmd.config.schema import ADAPTER_RANKS, Config, LoraConfig
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
@@ -295,6 +296,46 @@ def engine_weights(config: Config, model: ModelFacts) -> int:
     return itemsize * sum(
         math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values()
     )
+
+
+def engine_backup(config: Config, model: ModelFacts) -> int:
+    """Returns the bytes of host memory that an engine on a GPU pins on one rank while it sleeps.
+
+    0 if it never keeps its weights: it does at `sleep_level` 1, and at either level while reward
+    models score. vLLM copies each block of its pool into a tensor of its own at every such sleep,
+    also a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33). Torch pins that in powers
+    of two, and keeps it for later sleeps (CachingHostAllocator)."""
+    scores = any(reward.model is not None for reward in config.rewards)
+    if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
+        return 0
+    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    sizes: Counter[str] = Counter()
+    for shapes in (model.shapes, engine_adapter_shapes(config, model.shapes)):
+        for name, shape in shapes.items():
+            # vLLM makes one tensor of each of these groups, but not of their adapters.
+            if not name.endswith(("lora_A", "lora_B")):
+                name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+                name = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
+            sizes[name] += itemsize * math.prod(shape) // (tp if len(shape) > 1 else 1)
+    # Torch's blocks on a GPU: tensors up to 1 MiB share 2 MiB, those below 10 MiB share 20 MiB, and
+    # larger ones have whole 2 MiB of their own (c10/cuda/CUDACachingAllocator, 2.11 to 2.14).
+    mib = 1 << 20
+    small = sum(size for size in sizes.values() if size <= mib)
+    middle = sum(size for size in sizes.values() if mib < size < 10 * mib)
+    blocks = [2 * mib] * -(-small // (2 * mib)) + [20 * mib] * -(-middle // (20 * mib))
+    blocks += [-(-size // (2 * mib)) * 2 * mib for size in sizes.values() if size >= 10 * mib]
+    return sum(1 << (size - 1).bit_length() for size in blocks)
+
+
+def engine_adapter_shapes(config: Config, shapes: Shapes) -> Shapes:
+    """Returns the shapes of the adapters that an engine holds beside the base, {} if it gets none.
+
+    vLLM makes room for the next of its own ranks."""
+    lora = config.model.lora
+    if not lora.base_stays_in_engine:
+        return {}
+    rank = next(rank for rank in ADAPTER_RANKS if rank >= lora.rank)
+    return adapter_shapes(shapes, replace(lora, rank=rank))
 
 
 def kv_itemsize(config: Config) -> int:

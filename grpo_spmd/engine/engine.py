@@ -24,7 +24,7 @@ from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_gro
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
-from grpo_spmd.engine.failures import running_engines
+from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
@@ -204,15 +204,13 @@ class RolloutEngine:
 
         `held_bytes` is the memory of the trainer. Returns the metrics of SleepCheck if it is given,
         else {}."""
-        # A rest is a sleep of level 1. Level 2 drops only what is still on the device.
-        is_asleep = self._use_before_rest is not None and self._sleep_level == 1
-        if not is_asleep:
-            self._end_rest()
-        use_before = self._use_before_rest or self._measure()
+        use_before = self._use_before_rest
         if self._adapters is not None:
             self._adapters.drop()
-        if not is_asleep:
-            self._llm.sleep(level=self._sleep_level)
+        # A rest goes on as the sleep, at level 1 whatever `sleep_level` is. Nothing of the engine
+        # is on the device, and to wake it only to drop its weights would map and copy all of it.
+        if use_before is None:
+            use_before = self._put_to_sleep(self._sleep_level)
         self._weights_awake = False
         self._kv_cache_awake = False
         self._use_before_rest = None
@@ -227,8 +225,22 @@ class RolloutEngine:
         The weights wait in host memory, whatever `sleep_level` is. The next generation or sleep
         ends the rest. The prefix cache is empty afterwards."""
         if self._weights_awake and self._kv_cache_awake and self._use_before_rest is None:
-            self._use_before_rest = self._measure()
-            self._llm.sleep(level=1)
+            self._use_before_rest = self._put_to_sleep(1)
+
+    def _put_to_sleep(self, level: int) -> MemoryUse:
+        """Lets vLLM free its memory. Returns the memory in use before.
+
+        Raises RuntimeError if another process took more memory meanwhile than the sleep freed."""
+        use_before = self._measure()
+        try:
+            self._llm.sleep(level=level)
+        except AssertionError as error:
+            used_bytes = (use_before.driver_used, self._measure().driver_used)
+            text = memory_taken_in_sleep(str(error), used_bytes, self.pool_bytes())
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
+        return use_before
 
     def _end_rest(self) -> None:
         """Wakes the engine if it rests."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate, zip_longest
+from itertools import accumulate, islice, zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -205,19 +205,18 @@ def gae_advantages(
     `rewards` and `values` [C] are those of S consecutive sequences with these `lengths` [S]. `lam`
     is one number for all, or one for each sequence [S].
     """
-    ends = lengths.cumsum()
-    factors = gamma * np.broadcast_to(lam, lengths.shape)
-    next_values = np.append(values[1:], 0.0)
-    next_values[ends[lengths > 0] - 1] = 0.0
-    advantages = rewards + gamma * next_values - values
-    next_advantages = np.zeros(len(lengths))
-    # From the last token of all sequences at once back to the first.
-    for offset in range(int(lengths.max(initial=0))):
-        is_inside = lengths > offset
-        tokens = ends[is_inside] - 1 - offset
-        advantages[tokens] += factors[is_inside] * next_advantages[is_inside]
-        next_advantages[is_inside] = advantages[tokens]
-    return advantages
+    factors = (gamma * np.broadcast_to(lam, lengths.shape)).tolist()
+    advantages: list[float] = []
+    # From the last token of the last sequence back to the first, over Python floats: an operation
+    # of numpy on one token of each sequence costs more than all its arithmetic.
+    steps = zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True)
+    for length, factor in zip(reversed(lengths.tolist()), reversed(factors), strict=True):
+        advantage = next_value = 0.0
+        for reward, value in islice(steps, length):
+            advantage = reward + gamma * next_value - value + factor * advantage
+            next_value = value
+            advantages.append(advantage)
+    return np.array(advantages[::-1])
 
 
 def length_lambda(lengths: npt.NDArray[np.int64], alpha: float) -> Array:

@@ -25,6 +25,8 @@ from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep, rollout_advantages
 from grpo_spmd.learn.step_messages import revise_decision
+from grpo_spmd.model.attention import sequence_starts
+from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Segment
 
 
@@ -123,7 +125,7 @@ def penalise_rewards_by_kl(
         if micro_batch.rollout_ids:
             by_rollout = torch.tensor([advantages[i] for i in micro_batch.rollout_ids])
             index = micro_batch.sequence_index
-            micro_batch.advantages = by_rollout.to(micro_batch.advantages.device)[index]
+            micro_batch.advantages = copy_to_device(by_rollout, index.device)[index]
     return revise_decision(decision, {"reward/kl_penalty_mean": penalty_mean}, advantages)
 
 
@@ -219,7 +221,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
     )
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
-        return torch.from_numpy(values).to(device)
+        return copy_to_device(torch.from_numpy(values), device)
 
     def per_token(values: Sequence[float | npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
         # A rollout has one value for all its tokens, or one for each.
@@ -230,6 +232,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         input_ids=on_device(input_ids),
         position_ids=on_device(position_ids),
         sequence_lengths=lengths.tolist(),
+        sequence_starts=copy_to_device(sequence_starts(lengths.tolist()), device),
         # The hidden state at position t predicts token t + 1: the last prompt token predicts the
         # first of the completion.
         predict_index=on_device(completion_positions - 1),

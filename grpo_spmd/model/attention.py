@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from itertools import groupby
+from collections.abc import Iterable
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,19 +33,26 @@ Backend = Literal["flash", "varlen", "sdpa"]
 class PackedLayout:
     """Says where the sequences of a packed row lie, and which back end computes their attention."""
 
-    def __init__(self, lengths: list[int], device: torch.device, backend: Backend) -> None:
-        """`lengths` has the tokens of each sequence, in the order of the row."""
+    def __init__(self, lengths: list[int], starts: Tensor, backend: Backend) -> None:
+        """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
+        `sequence_starts` on the row's device."""
         self.backend = backend
         if backend == "sdpa":
             # Pairs (number of sequences, their length) for neighbours of equal length. Packing
             # sorts by length, so that all sequences of one length are neighbours.
             self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
         else:
-            # The first token of each sequence, and the end of the row: int32 [S + 1].
-            starts = torch.tensor([0, *lengths], device=device).cumsum(0, dtype=torch.int32)
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
             self.bounds = (starts, starts, longest, longest)
+
+
+def sequence_starts(lengths: Iterable[int]) -> Tensor:
+    """Returns the first token of each sequence, and the end of the row: int32 [S + 1], on the host.
+
+    It is made once, when the row is packed. A forward pass that copied it to the device would wait
+    for all that the device still has to do."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
 def choose_backend(

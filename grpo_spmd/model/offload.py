@@ -189,6 +189,15 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Returns a small tensor of the host on `device`, after the work that the device has by now.
+
+    The host does not wait for the device. Torch keeps the pinned copy until it has been read."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def host_buffer(num_bytes: int, device: torch.device) -> Tensor:
     """Returns bytes of host memory for a copy from `device`, pinned for a GPU.
 

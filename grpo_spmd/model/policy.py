@@ -81,7 +81,7 @@ class Policy(nn.Module):
 
         Entropies are those of the distributions that the targets were drawn from. After them come
         the results of `terms`; with `only_term` these alone."""
-        layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
+        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)
         states = self.model.get_decoder()(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],

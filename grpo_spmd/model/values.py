@@ -28,7 +28,7 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import VALUE_HEADS, ModelConfig
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout
+from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, sequence_starts
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors
 from grpo_spmd.model.families.refusals import (
@@ -39,6 +39,7 @@ from grpo_spmd.model.families.refusals import (
     trainable_config,
 )
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
+from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about
 from grpo_spmd.model.sharding import shard_over_ranks
@@ -60,7 +61,7 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Collective. Returns values [C] of the states before `batch.target_ids`, float32."""
-        layout = PackedLayout(batch.sequence_lengths, batch.input_ids.device, self.attention)
+        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)
         states = self.backbone(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -214,6 +215,8 @@ class TextRow:
     """int64 [T], from 0 in each text."""
     lengths: list[int]
     """Tokens of the S texts; their sum is T."""
+    starts: Tensor
+    """int32 [S + 1]: their `sequence_starts`."""
     scored: Tensor
     """int64 [S]: the position in the row whose hidden state gives the score."""
 
@@ -247,7 +250,7 @@ class RewardModel(nn.Module):
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
-            packed_layout=PackedLayout(row.lengths, row.input_ids.device, self._attention),
+            packed_layout=PackedLayout(row.lengths, row.starts, self._attention),
         )
         # The head's product is float32: bfloat16 would round a score to 3 digits.
         hidden = states.last_hidden_state[0][row.scored].float()
@@ -267,7 +270,6 @@ class RewardModel(nn.Module):
         Without texts the row is one token that counts nothing, so that the rank takes part."""
         # Every rank must run the model, since FSDP gathers its layers from all ranks.
         texts = texts or [[0]]
-        device = next(self.model.parameters()).device
         ids: list[int] = []
         positions: list[int] = []
         scored: list[int] = []
@@ -275,11 +277,14 @@ class RewardModel(nn.Module):
             scored.append(len(ids) + self._scored_position(text))
             ids += text
             positions += range(len(text))
+        lengths = [len(text) for text in texts]
+        device = next(self.model.parameters()).device
         return TextRow(
-            torch.tensor(ids, device=device),
-            torch.tensor(positions, device=device),
-            [len(text) for text in texts],
-            torch.tensor(scored, device=device),
+            copy_to_device(torch.tensor(ids), device),
+            copy_to_device(torch.tensor(positions), device),
+            lengths,
+            starts=copy_to_device(sequence_starts(lengths), device),
+            scored=copy_to_device(torch.tensor(scored), device),
         )
 
     def _scored_position(self, text: list[int]) -> int:

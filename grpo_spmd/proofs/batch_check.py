@@ -402,11 +402,14 @@ def _turn_advantages(
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """Returns (rollout id, hash) of each rollout in a micro-batch.
 
-    The hash is _MISALIGNED if a target is not the token after the position that predicts it, or if
-    positions do not count from 0 in each sequence."""
+    The hash is _MISALIGNED if a target is not the token after the position that predicts it, if
+    positions do not count from 0 in each sequence, or if a sequence starts elsewhere."""
     contexts = row_contexts(row)
     positions = torch.cat([torch.arange(length) for length in row.sequence_lengths])
-    is_aligned = torch.equal(positions, row.position_ids.cpu())
+    starts = np.cumsum([0, *row.sequence_lengths]).tolist()
+    is_aligned = (
+        torch.equal(positions, row.position_ids.cpu()) and starts == row.sequence_starts.tolist()
+    )
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()

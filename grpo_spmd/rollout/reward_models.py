@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from grpo_spmd.config.schema import ModelConfig, ProofConfig, RewardConfig
 from grpo_spmd.distributed.collectives import exchange_values
@@ -90,8 +92,8 @@ class ModelReward:
         return column.scores
 
     @torch.no_grad()
-    def _score_row(self, texts: list[list[int]]) -> list[float]:
-        scores: list[float] = self._model(self._model.row_of(texts)).tolist()
+    def _score_row(self, texts: list[list[int]]) -> Tensor:
+        scores: Tensor = self._model(self._model.row_of(texts))
         return scores
 
 
@@ -162,13 +164,13 @@ def score_over_ranks(
     keys: Sequence[Any],
     texts: Sequence[Sequence[int]],
     max_tokens: int,
-    score: Callable[[list[list[int]]], list[float]],
+    score: Callable[[list[list[int]]], Tensor],
 ) -> list[float]:
     """Collective. Returns the score of each of this rank's `texts` (perhaps none).
 
     `keys` identify the texts over all ranks. `score` takes the texts of a row, at most `max_tokens`
-    tokens together, with texts of equal length next to each other; a row may be empty. `score` is
-    called equally often on all ranks.
+    tokens together, with texts of equal length next to each other, and returns their scores [S]; a
+    row may be empty. `score` is called equally often on all ranks.
     """
     rank = dist.get_rank()
     report = (keys, [len(text) for text in texts])
@@ -179,12 +181,15 @@ def score_over_ranks(
     numbers = [[n for row in theirs for source, n in row if source == rank] for theirs in rows]
     sent = [[texts[n] for n in one_rank] for one_rank in numbers]
     arriving = [iter(received) for received in exchange_values(sent)]
+    # An empty row has one score too, which is left out.
+    row_scores = [
+        score([next(arriving[source]) for source, _ in row])[: len(row)] for row in rows[rank]
+    ]
+    # The scores come to the host once: to wait for each row would leave the device idle in between.
+    values = torch.cat(row_scores).cpu().tolist() if row_scores else []
     scores: list[list[float]] = [[] for _ in rows]
-    for row in rows[rank]:
-        row_scores = score([next(arriving[source]) for source, _ in row])
-        # An empty row has one score too, which is ignored.
-        for (source, _), value in zip(row, row_scores, strict=False):
-            scores[source].append(value)
+    for (source, _), value in zip(chain.from_iterable(rows[rank]), values, strict=True):
+        scores[source].append(value)
     local_scores = [0.0] * len(texts)
     for one_rank, returned in zip(numbers, exchange_values(scores), strict=True):
         for n, value in zip(one_rank, returned, strict=True):

@@ -48,7 +48,7 @@ from grpo_spmd.learn.update import (
     ValueHead,
     counted_mini_batches,
 )
-from grpo_spmd.model.offload import OffloadableModel
+from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
@@ -161,9 +161,9 @@ class Critic(Learner):
         mean, factor, decision = self._whiten(rows, estimates, decision)
         for row, estimate in zip(rows, estimates, strict=True):
             device = row.advantages.device
-            advantages = torch.from_numpy((estimate.advantages - mean) * factor)
-            row.advantages = torch.where(row.loss_mask, advantages.to(device, torch.float32), 0.0)
-            row.returns = torch.from_numpy(estimate.returns).to(device, torch.float32)
+            whitened = torch.from_numpy((estimate.advantages - mean) * factor).float()
+            row.advantages = torch.where(row.loss_mask, copy_to_device(whitened, device), 0.0)
+            row.returns = copy_to_device(torch.from_numpy(estimate.returns).float(), device)
         return decision
 
     def _estimate(self, row: MicroBatch) -> _Estimate:

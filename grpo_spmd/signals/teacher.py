@@ -41,7 +41,7 @@ from grpo_spmd.model.logprobs import (
     top_outcomes,
 )
 from grpo_spmd.model.lora import adapters_at_zero, adapters_off
-from grpo_spmd.model.offload import OffloadableModel
+from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
@@ -238,8 +238,8 @@ class Teacher:
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
     """Returns the mask [C] of a row's completion tokens, from one value for each rollout."""
     # A row without rollouts has one token, a placeholder that nobody sampled.
-    values = torch.tensor([*by_rollout] or [False], device=row.sequence_index.device)
-    return values[row.sequence_index]
+    index = row.sequence_index
+    return copy_to_device(torch.tensor([*by_rollout] or [False]), index.device)[index]
 
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
@@ -288,7 +288,7 @@ def select_teacher_row(
     # pack_rollouts keeps the order of contexts, so that scores and tokens are aligned.
     tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
-    return pack_rollouts(rollouts, device), torch.from_numpy(tokens).to(device)
+    return pack_rollouts(rollouts, device), copy_to_device(torch.from_numpy(tokens), device)
 
 
 def _gather_head(policy: Policy) -> Tensor:

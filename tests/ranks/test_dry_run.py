@@ -205,6 +205,17 @@ def test_every_way_of_attention_runs_and_recomputation_changes_no_bit(results: R
                 )
 
 
+def test_the_host_never_waits_for_the_device_within_a_row(results: Results) -> None:
+    """A copy that waits drains the device's queue: 10 ms of a micro-batch of an 8B model. Before
+    rows brought their `sequence_starts` each pass made one, and packing 8 for each row."""
+    of = found(results, "waits")
+    assert of.pop("one copy") == {"aten._to_copy": 1}  # what is counted is seen
+    # The scores of all rows of a reward model are read together.
+    assert of.pop("rewards of two rows") == {"aten._to_copy": 1}
+    assert len(of) == 9
+    assert all(waits == {} for waits in of.values()), of
+
+
 def test_what_waits_in_host_memory_is_pinned_to_the_byte(results: Results) -> None:
     of = found(results, "offload")
     assert of["held"] == of["freed"] == of["moved"] == of["pinned"] > 0
@@ -248,7 +259,9 @@ def test_what_teaches_waits_in_host_memory_and_the_engine_rests_while_a_model_sc
     beside plain ones."""
     of = found(results, "signals")
     awake, scored = ["wake weights", "wake kv_cache"], ["sleep 1", "wake weights kv_cache"]
-    step = [*awake, *scored, *scored, "sleep 2"]  # the evaluation's completions, and the step's
+    # The evaluation's completions and the step's. The second rest goes on as the sleep: one wake
+    # of the whole engine and one sleep fewer in each step.
+    step = [*awake, *scored, "sleep 1"]
     assert of["told"] == ["sleep 2", *step, *step, *awake, "sleep 1"]
     initial, second = [line for line in of["lines"] if "time/step_s" in line]
     policy = found(results, "checkpoint")["numel"]

@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.attention import Backend, PackedLayout, choose_backend, packed_attention
+from grpo_spmd.model.attention import (
+    Backend,
+    PackedLayout,
+    choose_backend,
+    packed_attention,
+    sequence_starts,
+)
 from grpo_spmd.model.families import logits
 from grpo_spmd.model.logprobs import TokenLogprobs
 
@@ -68,7 +74,7 @@ def test_attention_equals_the_formula_forward_and_backward(
         for heads in (8, kv_heads, kv_heads)
     )
     inputs = [x.clone().requires_grad_() for x in (q, k, v)]
-    layout = PackedLayout(LENGTHS, device, backend)
+    layout = PackedLayout(LENGTHS, sequence_starts(LENGTHS).to(device), backend)
     changes = {"scaling": 0.1, "sliding_window": window, "softcap": softcap}
     out, _ = packed_attention(nn.Module(), *inputs, None, packed_layout=layout, **changes)
     exact = [x.float().requires_grad_() for x in (q, k, v)]
@@ -95,7 +101,7 @@ def test_what_a_back_end_cannot_do_is_refused(
     backend: Backend, changes: dict[str, float], expected: str
 ) -> None:
     query = torch.randn(1, 2, 5, 8)
-    layout = PackedLayout([5], torch.device("cpu"), backend)
+    layout = PackedLayout([5], sequence_starts([5]), backend)
     with pytest.raises(ConfigError, match=expected):
         packed_attention(nn.Module(), query, query, query, None, packed_layout=layout, **changes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 import sys
@@ -19,6 +20,7 @@ from grpo_spmd.config.schema import LossConfig
 from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
 from grpo_spmd.learn.balance import attention_cost_ratio, plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss
+from grpo_spmd.proofs.batch_check import _hash_rollouts
 from grpo_spmd.records import BatchPlan, MicroBatch, Rollout
 
 CPU = torch.device("cpu")
@@ -438,6 +440,9 @@ def test_pack_concatenates_without_padding() -> None:
     row = _row()
     assert row.input_ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
     assert row.sequence_lengths == [5, 2, 2]
+    # The first token of each, and the end: what the kernels for variable lengths read.
+    assert row.sequence_starts.tolist() == [0, 5, 7, 9]
+    assert row.sequence_starts.dtype == torch.int32
 
 
 def test_pack_restarts_positions_in_each_sequence() -> None:
@@ -586,7 +591,19 @@ def test_rollouts_that_crossed_are_packed_as_those_that_did_not() -> None:
         ),
         **dict.fromkeys(("rollout_logprobs", "advantages"), real),
         "loss_mask": torch.bool,
+        "sequence_starts": torch.int32,
     }
+
+
+@pytest.mark.parametrize("name", ["sequence_starts", "position_ids", "target_ids"])
+def test_a_row_whose_columns_disagree_is_seen_by_the_running_check(name: str) -> None:
+    """Nothing on a CPU reads `sequence_starts`: of a GPU's attention only this would know early."""
+    row = _row()
+    assert -1 not in dict(_hash_rollouts(row)).values()
+    shifted = getattr(row, name).clone()
+    shifted[1] += 1
+    hashes = dict(_hash_rollouts(dataclasses.replace(row, **{name: shifted})))
+    assert -1 in hashes.values()
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of 1e39

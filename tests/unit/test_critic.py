@@ -77,6 +77,9 @@ def test_sequences_side_by_side_are_those_alone_and_a_plain_sum() -> None:
         ]
         assert result[initial : initial + n] == pytest.approx(plain)
         initial += n
+    # Sequences without a token, which have a lambda as well, change no bit.
+    lengths, lams = np.insert(LENGTHS, [0, 2, 4], 0), np.insert(lam, [0, 2, 4], 0.3)
+    assert (gae_advantages(rewards, values, lengths, 0.97, lams) == result).all()
 
 
 def test_the_ends_of_lambda() -> None:

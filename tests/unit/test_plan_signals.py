@@ -5,16 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.checks.memory import engine_backup
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.model.config_json import Shapes
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.model.values import build_value_model
 from grpo_spmd.observe.cards import CARDS
@@ -85,6 +88,52 @@ def test_what_waits_is_in_host_memory_and_a_critic_is_copied_too(tmp_path: Path)
     assert plan.phases["update"]["critic"] == critic > 0
     policy = plan.phases["update"]["policy"] + plan.phases["update"]["moments"]
     assert plan.host["checkpoint's copy"] == policy + critic
+
+
+QWEN3_8B: Shapes = {
+    "model.embed_tokens.weight": (151936, 4096),
+    "model.layers.0.self_attn.q_proj.weight": (4096, 4096),
+    "model.layers.0.self_attn.k_proj.weight": (1024, 4096),
+    "model.layers.0.self_attn.v_proj.weight": (1024, 4096),
+    "model.layers.0.self_attn.o_proj.weight": (4096, 4096),
+    "model.layers.0.self_attn.q_norm.weight": (128,),
+    "model.layers.0.mlp.gate_proj.weight": (12288, 4096),
+    "model.layers.0.mlp.up_proj.weight": (12288, 4096),
+    "model.layers.0.mlp.down_proj.weight": (4096, 12288),
+    "lm_head.weight": (151936, 4096),
+}  # with one of its 36 layers
+SCORES = "rewards=[{model: x, name: scores}]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected_mib"),
+    [
+        ([], 0),  # level 2 drops the weights
+        # qkv 6144 x 4096 x 2 bytes = 48 MiB, o 32, gate and up 192, down 96: pinned are 64, 32, 256
+        # and 128. The embedding and the lm_head have 1,187 MiB each: 2,048. The norm is in a block
+        # of 2.
+        (["rollout.sleep_level=1"], 480 + 2 * 2048 + 2),
+        ([SCORES], 480 + 2 * 2048 + 2),  # rests are at level 1
+        # Halves of 594 MiB are 1,024; qkv 24 is 32, o 16, gate and up 128, down 64.
+        ([SCORES, "rollout.tensor_parallel_size=2"], 240 + 2 * 1024 + 2),
+        # Room for rank 8, 16 bytes for each row or column: below 1 MiB all of them. A has 6 x 4,096
+        # and 12,288, B 4,096 + 2 x 1,024 + 4,096 + 2 x 12,288 + 4,096, so 1.2 MiB with the norm,
+        # which still is one block of 2.
+        (["model.lora.rank=4", "model.lora.sync=adapter"], 480 + 2 * 2048 + 2),
+    ],
+)
+def test_what_a_sleeping_engine_pins_is_in_powers_of_two(
+    tmp_path: Path, overrides: list[str], expected_mib: int
+) -> None:
+    config = by_hand(tmp_path, "model.dtype=bfloat16", *overrides)
+    assert engine_backup(config, replace(MODEL, shapes=QWEN3_8B)) == expected_mib << 20
+
+
+def test_tensors_of_some_mib_share_blocks_of_twenty(tmp_path: Path) -> None:
+    """3 of 8 MiB are 24 in two blocks of 20, of which each is pinned as 32."""
+    shapes: Shapes = {f"model.layers.{n}.mlp.down_proj.weight": (1024, 4096) for n in range(3)}
+    config = by_hand(tmp_path, "model.dtype=bfloat16", "rollout.sleep_level=1")
+    assert engine_backup(config, replace(MODEL, shapes=shapes)) == 64 << 20
 
 
 def test_a_reward_model_has_the_engines_place_while_it_scores(tmp_path: Path) -> None:

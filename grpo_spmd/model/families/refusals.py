@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import read_header
-from grpo_spmd.model.attention import PackedLayout, packed_attention
+from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_starts
 from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
@@ -237,7 +237,7 @@ def _refuse_other_maths(model: Any, path: str) -> None:
     of model names could be complete."""
     model_class = type(model).__name__
     trace = _Trace()
-    layout = _ProbeLayout(_PROBE_LENGTHS, torch.device("meta"), "sdpa")
+    layout = _ProbeLayout(_PROBE_LENGTHS, sequence_starts(_PROBE_LENGTHS), "sdpa")
     ids = torch.zeros(1, sum(_PROBE_LENGTHS), dtype=torch.long, device="meta")
     with as_config_error(path, f"({model_class}) cannot be run over packed rows"), trace:
         states = model.get_decoder()(

@@ -30,7 +30,13 @@ from packaging.specifiers import SpecifierSet
 
 from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
-from grpo_spmd.checks.memory import TRAINED_ITEMSIZE, engine_weights, size_text, state_of
+from grpo_spmd.checks.memory import (
+    TRAINED_ITEMSIZE,
+    engine_backup,
+    engine_weights,
+    size_text,
+    state_of,
+)
 from grpo_spmd.checks.model_folder import read_package_file, version_of
 from grpo_spmd.config.load import gpus_are_hidden
 from grpo_spmd.model.config_json import read_model
@@ -549,8 +555,7 @@ def _rank_memory(target: Target) -> dict[str, float]:
         sizes["the engine's weights"] = weights
         return sizes
     sizes["offloaded"] = state.offloaded(config.model.offload)
-    if config.rollout.sleep_level_with(config.model.lora) == 1:
-        sizes["the engine's weights, asleep"] = weights
+    sizes["the engine's weights, asleep"] = engine_backup(config, model)
     return sizes
 
 

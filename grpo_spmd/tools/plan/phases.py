@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo_spmd.checks.memory import (
     TRAINED_ITEMSIZE,
+    engine_backup,
     engine_tokens,
     engine_weights,
     extra_passes,
@@ -308,8 +309,7 @@ def make_plan(case: Case, folder: Path) -> Plan:
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
     host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
-    if config.rollout.sleep_level_with(config.model.lora) == 1:
-        host["engine's weights, asleep"] = engine_weights(config, case.model)
+    host["engine's weights, asleep"] = engine_backup(config, case.model)
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
     return Plan(

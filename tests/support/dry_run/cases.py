@@ -28,7 +28,7 @@ from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.distributed.store import open_store
@@ -37,8 +37,11 @@ from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
+from grpo_spmd.model.reward_model_files import read_reward_model
+from grpo_spmd.model.values import build_reward_model, build_value_model
 from grpo_spmd.observe.run_folder import RunFolder
 from grpo_spmd.records import RolloutBatch, SyncStats
+from grpo_spmd.rollout.reward_models import score_over_ranks
 from tests.support.checkpoints import checkpoints_of
 from tests.support.dry_run import runtime
 from tests.support.dry_run.device import FakeCuda
@@ -321,6 +324,49 @@ class Trials:
             "reference": float((seen[1] - seen[3]).abs().max()),
         }
 
+    def waits(self) -> Any:
+        """Times that the host waits for the device: while rows are packed, and in each micro-batch
+        of a pass without gradients by policy, reference, critic and reward model, and of an
+        update."""
+        result: dict[str, Any] = {}
+
+        @contextmanager
+        def counted(name: str) -> Iterator[None]:
+            before = self.cuda.waits.copy()
+            yield
+            result[name] = dict(self.cuda.waits - before)
+
+        with self.attention("varlen") as config:
+            session = self.session()
+            policy = build_policy(config.model, 1.0, session)
+            value_model = build_value_model(
+                str(self.folder / "critic"), config.model, session, 24, 97
+            )
+            reward = RewardConfig(model=str(self.folder / "scores"), name="scores")
+            files = read_reward_model(0, reward, self.folder / "scores", 64)
+            reward_model = build_reward_model(files, config.model, session)
+            updater = updater_of(policy, config)
+            with counted("one copy"):
+                torch.tensor([0, 9], device=session.device)
+            with counted("pack"):
+                rows = [micro_batch(session.device) for _ in range(2)]
+            for number, row in enumerate(rows):
+                # What happens once is over after the first row.
+                with counted(f"scores {number}"), torch.no_grad():
+                    policy(row)
+                with counted(f"values {number}"), torch.no_grad():
+                    value_model(row)
+                with counted(f"rewards {number}"), torch.no_grad():
+                    reward_model(reward_model.row_of([[1, 2, 3], [4, 5]]))
+            with counted("rewards of two rows"), torch.no_grad():
+                texts, row_of = [[1, 2, 3], [4, 5], [6]], reward_model.row_of
+                score_over_ranks([0, 1, 2], texts, 3, lambda row: reward_model(row_of(row)))
+            cast(FSDPModule, policy).reshard()
+            for number, row in enumerate(rows):
+                with counted(f"update {number}"):
+                    updater.backward(row, 24, 4, True)
+        return result
+
     def signals(self) -> Any:
         """A whole run by a reward model, two teachers with prompts of their own, and a critic."""
         of = {name: str(self.folder / name) for name in ("scores", "teacher", "critic")}
@@ -439,6 +485,7 @@ CASES: dict[str, Callable[[Trials], Any]] = {
         "signals",
         "value_head",
         "logprobs",
+        "waits",
         "whole_run",
     )
 }

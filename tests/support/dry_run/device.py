@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -189,6 +190,7 @@ class FakeCuda(Meter):
         self.device = torch.device("cuda", 0)
         self.host = HostMemory()
         self.operators = list[str]()  # that ran on the device, in their order
+        self.waits = Counter[str]()  # times that the host waited for the device, by operator
         # It would make a tensor of the device for each fake one.
         fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
         self._fake = _Fake(allow_non_fake_inputs=True)
@@ -239,6 +241,7 @@ class FakeCuda(Meter):
             return out
         real = self._by_shadows(name, func, inputs, spec)
         self.host.note_copy(func, args, kwargs)
+        self.waits[name] += self.host.waits_for_device(func, args, kwargs)
         return self._joined(out, real)
 
     # One operator

@@ -209,6 +209,17 @@ def told_to_sample_after_sleep(trials: Trials) -> None:
     _asleep_again(trials)[0].generate([Request([1, 2, 3], 0)], 0)
 
 
+def memory_taken_while_the_engine_falls_asleep(trials: Trials) -> None:
+    """By another process, as vLLM's worker says it."""
+    engine, _ = _engine(trials)
+
+    def sleep(level: int) -> None:
+        raise AssertionError("Memory usage increased after sleeping.")
+
+    with patch.object(StandInLLM.last, "sleep", sleep):
+        engine.sleep()
+
+
 def _reward_model(trials: Trials) -> RewardModel:
     reward = RewardConfig(model=str(trials.folder / "scores"), name="scores")
     files = read_reward_model(0, reward, trials.folder / "scores", 64)
@@ -288,5 +299,7 @@ FAULTS: dict[Callable[[Trials], None], str] = {
     returns_on_the_cpu: r"FakeTensorDeviceMismatchError: .* at least two devices",
     sampled_after_sleep: r"sampled while \['kv_cache', 'weights'\] are not mapped",
     loaded_after_sleep: r"aten\.copy_ reads a tensor .* whose memory was given back",
+    memory_taken_while_the_engine_falls_asleep: r"RuntimeError: rollout: the engine's sleep gave "
+    r"back its pool .*another process took more",
     told_to_sample_after_sleep: r"EngineStateError: generate: the engine is asleep",
 }

@@ -8,10 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
+from torch.utils.weak import WeakIdKeyDictionary
 
 _PAGE = 4096
 _HALF = (torch.bfloat16, torch.float16)
 _ATTENTION = ("torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward")
+
+_VALUES_TO_HOST = (
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::unique_consecutive",
+    "aten::_unique2",
+    "aten::bincount",
+)  # repeat_interleave too, unless it is told the size
 
 
 class RefusedError(RuntimeError):
@@ -63,6 +75,12 @@ def _refuse_attention(
         raise RefusedError(f"{name} is given lengths {longest_q}, {longest_k}")
 
 
+def _has_mask(args: Any) -> bool:
+    """Whether an operator of indices is given a mask, whose number of True decides its shape."""
+    indices = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
 class HostMemory:
     """What is pinned, and copies that are still under way: a GPU reads and writes host memory
     later."""
@@ -70,6 +88,7 @@ class HostMemory:
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}  # bytes by address
         self._pages: set[int] = set()  # of them; a page is pinned once
+        self._pinned_by_torch = WeakIdKeyDictionary()  # storages
         self.unpinned, self.unpinned_too_late = 0, 0
         self._reading: set[int] = set()  # device storages that copies to the host read
         self._writing: set[int] = set()  # host storages that they write
@@ -120,6 +139,36 @@ class HostMemory:
             raise RefusedError(f"a staging buffer of {storage.nbytes()} bytes for {of.nbytes}")
         self._reading.add(of.untyped_storage()._cdata)
         self._writing.add(storage.data_ptr())
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Tensor.pin_memory: a copy in memory that torch pins, and keeps while a copy reads it."""
+        copy = tensor.clone()
+        self._pinned_by_torch[copy.untyped_storage()] = True
+        return copy
+
+    def waits_for_device(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether the host waits until the device has done all that it was given before this.
+
+        It does where a value or a shape comes back, and in each copy from or to the host but one
+        that is told not to, of pinned memory."""
+        name = func._schema.name
+        if name in _VALUES_TO_HOST or (name.startswith("aten::index") and _has_mask(args)):
+            return True
+        if name not in ("aten::copy_", "aten::_to_copy"):
+            return False
+        if name == "aten::copy_":
+            to, of = args[0].device.type, args[1]
+            is_async = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        else:
+            to = torch.device(kwargs.get("device") or args[0].device).type
+            of, is_async = args[0], kwargs.get("non_blocking", False)
+        if to == of.device.type:
+            return False
+        # Into the host note_copy has refused memory that is not pinned.
+        is_pinned = to == "cpu" or of.untyped_storage() in self._pinned_by_torch
+        if to == "cuda" and self.pinned.get(of.untyped_storage().data_ptr()):
+            is_pinned = True
+        return not (is_async and is_pinned)
 
     def check_reads(self, func: Any, inputs: list[Any]) -> None:
         if not self._writing or func._schema.name == "aten::copy_":

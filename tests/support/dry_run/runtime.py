@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -89,6 +89,7 @@ def install(cuda: FakeCuda) -> None:
     }
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)
+    torch.Tensor.pin_memory = lambda self, *_: cuda.host.pin(cast(torch.Tensor, self))  # type: ignore[method-assign]
     FakeTensor.record_stream = lambda self, s: None  # type: ignore[method-assign]
     # torch.tensor(..., device="cuda") makes its copy where no dispatch mode sees it, unless it is
     # told to make a CPU
