@@ -9,20 +9,23 @@ is written last, so that a run that is refused leaves nothing behind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 
 from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
+from grpo_spmd.checks.fit import Decision, decide_for_device, keep_recorded
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens
 from grpo_spmd.config.describe import config_to_dict, flatten_config
+from grpo_spmd.config.load import decided, with_cpu_defaults
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
@@ -209,6 +212,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     if start.is_over:
         end_session()
         return None
+    config = decide_memory(config, start.trainer.get("config", {}), session)
+    facts = replace(facts, config=flatten_config(config))
     environments = open_environments(
         config, inputs.rewards, tokenizer, session, preemption.check_scoring
     )
@@ -436,7 +441,7 @@ def open_environments(
         config.max_rollout_tokens - config.data.max_prompt_tokens,
         config.rollout.max_completion_tokens,
         config.max_rollout_tokens,
-        config.training.max_tokens_per_micro_batch,
+        config.micro_batch_tokens,
     )
     # Only the first rank of an engine has episodes.
     has_episodes = session.rank % config.rollout.tensor_parallel_size == 0
@@ -492,6 +497,29 @@ def open_log(
         followers=followers,
     )
     return timer, log
+
+
+def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session) -> Config:
+    """Collective. Returns the config with decided values in the place of each auto.
+
+    They are those of the checkpoint, if the run starts from one (`recorded` is its flat config);
+    else rank 0 asks the planner, for the smallest GPU of all ranks. On a CPU they are constants.
+    Raises ConfigError if the run cannot fit the GPUs, and logs by how much it fits.
+    """
+    config = keep_recorded(config, recorded)
+    if session.device.type != "cuda":
+        return with_cpu_defaults(config)
+    properties = torch.cuda.get_device_properties(session.device)
+
+    def ask(devices: list[Any]) -> Decision:
+        size, name = min((row["bytes"], row["name"]) for row in devices)
+        decision = decide_for_device(config, name, size / 2**30, session.world_size)
+        _log.log(logging.INFO if decision.is_certain else logging.WARNING, "%s", decision.line)
+        return decision
+
+    device = {"bytes": properties.total_memory, "name": properties.name}
+    decision = Decision(*on_rank0(ask, device))
+    return decided(config, recompute=decision.recompute, tokens=decision.tokens)
 
 
 def open_run_dir(

@@ -266,10 +266,10 @@ def _reward_model(
     config: Config, folder: Path, session: Session
 ) -> tuple[RewardModel, ModelReward]:
     reward, budget = RewardConfig(model=str(folder / "reward_model"), name="model"), config.training
-    files = read_reward_model(0, reward, folder / "reward_model", budget.max_tokens_per_micro_batch)
+    files = read_reward_model(0, reward, folder / "reward_model", budget.micro_batch_tokens)
     model = build_reward_model(files, config.model, session)
     texts = RewardTexts(files, load_tokenizer(config.model.path))
-    return model, ModelReward("model", model, texts, budget.max_tokens_per_micro_batch)
+    return model, ModelReward("model", model, texts, budget.micro_batch_tokens)
 
 
 def measure(model: str, steps: dict[str, Step]) -> list[Row]:

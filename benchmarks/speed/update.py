@@ -231,7 +231,7 @@ def packed(config: Config, rollouts: list[Rollout], session: Session) -> Update:
     )
 
     def update() -> tuple[float, float]:
-        budget = config.training.max_tokens_per_micro_batch
+        budget = config.micro_batch_tokens
         plan = plan_batch(
             num_tokens, num_ranks=1, mini_batch_sizes=[len(rollouts)], max_tokens=budget
         )

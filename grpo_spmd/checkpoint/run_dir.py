@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import DECIDED_KEYS
 from grpo_spmd.distributed.processes import read_stat
 from grpo_spmd.files import open_regular, sync_path, sync_to_disk
 
@@ -137,6 +138,8 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         key
         for key in sorted(recorded.keys() | config.keys())
         if repr(recorded.get(key)) != repr(config.get(key))
+        # what was decided for the run stays decided
+        and not (key in DECIDED_KEYS and config.get(key) == "auto")
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)

@@ -111,7 +111,7 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
         f"{samples // batches:,}",
         f"{samples} samples / num_mini_batches {batches}",
     )
-    budget = training.max_tokens_per_micro_batch
+    budget = config.micro_batch_tokens
     fitting = budget // max_tokens
     yield Row(
         "micro-batch, tokens",

@@ -124,7 +124,7 @@ def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
     """
     steps = config.training.num_optimizer_steps
     # A rollout is never split over micro-batches.
-    rollouts_each = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
+    rollouts_each = config.micro_batch_tokens // config.max_rollout_tokens
     return steps, steps * -(-rollouts_of_a_rank(config, num_ranks) // rollouts_each)
 
 
@@ -132,7 +132,7 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
     """Returns the most tokens that one micro-batch can have."""
     # With few rollouts the budget is never reached.
     rank_tokens = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
-    return min(config.training.max_tokens_per_micro_batch, rank_tokens)
+    return min(config.micro_batch_tokens, rank_tokens)
 
 
 # Trainer
@@ -520,7 +520,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
         if facts := met_conditions(conditions, values):
             yield f"{facts}: {problem}"
     loss, max_tokens = config.loss, config.max_rollout_tokens
-    budget = config.training.max_tokens_per_micro_batch
+    budget = config.micro_batch_tokens
     if budget < 2 * max_tokens:
         yield (
             f"training.max_tokens_per_micro_batch {budget} holds fewer than 2 of the longest "

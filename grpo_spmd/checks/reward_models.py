@@ -46,7 +46,7 @@ def check_reward_models(
         )
         if folder is None:
             continue
-        files = read_reward_model(index, reward, folder, config.training.max_tokens_per_micro_batch)
+        files = read_reward_model(index, reward, folder, config.micro_batch_tokens)
         for source, rows in row_sets.items():
             # All rows have the same kind of prompt.
             is_chat = any(not isinstance(row.prompt, str) for row in rows[:1])

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -72,7 +72,7 @@ def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
     recipe = recipe_of(tree)
     config: Config = build(Config, _fill_in_recipe(tree, recipe), "")
     if on_cpu:
-        config = _with_cpu_defaults(config, tree)
+        config = with_cpu_defaults(config)
     _check_recipe_needs(config)
     try:
         check_rules(config)
@@ -378,19 +378,21 @@ def is_built_for_cpu(torch: ModuleSpec | None) -> bool:
     return re.search(r"^cuda\b.*= *None\s*$", text, re.MULTILINE) is not None
 
 
-def _with_cpu_defaults(config: Config, tree: Mapping[str, Any]) -> Config:
-    """Returns the config with smaller micro-batches, if `tree` does not set their size.
+def with_cpu_defaults(config: Config) -> Config:
+    """Returns the config with the values that auto stands for on a CPU.
 
-    They have 2,048 tokens, or two of the longest rollouts if those have more, and never more than
-    the default elsewhere.
+    Nothing is recomputed. A micro-batch has 2,048 tokens, or two of the longest rollouts if those
+    have more, and never more than auto may choose elsewhere.
     """
-    # From the unchecked tree, because the config no longer knows what was set.
-    training = config.training
-    if "max_tokens_per_micro_batch" in (tree.get("training") or {}):
-        return config
-    tokens = min(
-        training.max_tokens_per_micro_batch,
-        max(_CPU_MICRO_BATCH_TOKENS, 2 * config.max_rollout_tokens),
-    )
-    training = dataclasses.replace(training, max_tokens_per_micro_batch=tokens)
-    return dataclasses.replace(config, training=training)
+    two_rollouts = max(_CPU_MICRO_BATCH_TOKENS, 2 * config.max_rollout_tokens)
+    return decided(config, recompute=False, tokens=min(config.micro_batch_tokens, two_rollouts))
+
+
+def decided(config: Config, *, recompute: bool | Literal["selective"], tokens: int) -> Config:
+    """Returns the config with these values in the place of auto; a value that is set stays."""
+    model, training = config.model, config.training
+    if model.activation_checkpointing == "auto":
+        model = dataclasses.replace(model, activation_checkpointing=recompute)
+    if training.max_tokens_per_micro_batch == "auto":
+        training = dataclasses.replace(training, max_tokens_per_micro_batch=tokens)
+    return dataclasses.replace(config, model=model, training=training)

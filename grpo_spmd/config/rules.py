@@ -159,7 +159,7 @@ def _size_errors(config: Config) -> Iterator[str]:
     rollout = config.rollout
     prompt_tokens = config.data.max_prompt_tokens
     rollout_tokens = config.max_rollout_tokens
-    micro_batch_tokens = config.training.max_tokens_per_micro_batch
+    micro_batch_tokens = config.micro_batch_tokens
     if micro_batch_tokens < rollout_tokens:
         yield (
             f"training.max_tokens_per_micro_batch ({micro_batch_tokens}) must hold the longest "

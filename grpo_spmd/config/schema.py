@@ -22,6 +22,10 @@ from grpo_spmd.config.recipes import Algorithm
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 # The value of rollout.weight_sync_bucket_mib where it is null.
 SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}
+# What training.max_tokens_per_micro_batch: auto is if it fits.
+_AUTO_MICRO_BATCH_TOKENS = 16384
+# Keys that a run may leave to the planner. What was decided is kept when the run resumes.
+DECIDED_KEYS = ("model.activation_checkpointing", "training.max_tokens_per_micro_batch")
 # The adapter ranks that vLLM makes room for.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Trackers, which are also the names of their packages.
@@ -79,9 +83,10 @@ class ModelConfig:
     """auto: on a GPU flash-attn if it is installed, else torch's own varlen attention; on a CPU
     sdpa"""
     lora: LoraConfig = LoraConfig()
-    activation_checkpointing: bool | Literal["selective"] = False
+    activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
     """recompute activations in the backward pass. true: of whole layers; selective: all activations
-    but the outputs of matrix products"""
+    but the outputs of matrix products; auto: the cheapest that fits by the planner, on a CPU false
+    """
     offload: bool | Literal["optimizer"] = False
     """keep in host memory while the engine is awake. optimizer: the optimizer state; true: the
     policy's parameters too"""
@@ -94,6 +99,11 @@ class ModelConfig:
     logprob_kernel: Literal["auto", "fused", "plain"] = "auto"
     """what computes logprobs from logits. fused: Triton kernels, which need a GPU of compute
     capability 8.0; plain: torch's operations; auto: fused where it runs, else plain"""
+
+    @property
+    def recompute(self) -> bool | Literal["selective"]:
+        """`activation_checkpointing`; False while it is auto."""
+        return self.activation_checkpointing != "auto" and self.activation_checkpointing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,15 +519,21 @@ class TrainingConfig:
     """optimizer steps in each epoch over a rollout"""
     num_epochs: PositiveInt = 1
     """passes over the rollouts of a step"""
-    max_tokens_per_micro_batch: int = 16384
-    """most prompt and completion tokens in one forward-backward pass on one rank; the default on a
-    CPU is 2048, or 2 rollouts if that is more"""
+    max_tokens_per_micro_batch: int | Literal["auto"] = "auto"
+    """most prompt and completion tokens in one forward-backward pass on one rank. auto: 16384, or
+    fewer if only they fit by the planner; on a CPU 2048, or 2 rollouts if that is more"""
     max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not
     finite"""
     max_time_s: PositiveFloat | None = None
     """seconds after which the run saves and ends as preempted; null: when the Slurm job's time ends
     """
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """`max_tokens_per_micro_batch`; the planner's first choice while it is auto."""
+        tokens = self.max_tokens_per_micro_batch
+        return _AUTO_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
 
     @property
     def num_optimizer_steps(self) -> int:
@@ -667,6 +683,12 @@ class Config:
     def pool_rewards(self) -> tuple[RewardConfig, ...]:
         """The rewards that the reward pool calls: functions and servers."""
         return tuple(reward for reward in self.rewards if reward.uses_pool)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch; while that is auto, the most that it can become."""
+        is_auto = self.training.max_tokens_per_micro_batch == "auto"
+        return max(self.training.micro_batch_tokens, is_auto * self.max_rollout_tokens)
 
     @property
     def max_rollout_tokens(self) -> int:

@@ -224,7 +224,7 @@ class _Rank0Step:
             num_tokens,
             num_ranks=rules.num_ranks,
             mini_batch_sizes=sizes,
-            max_tokens=rules.training.max_tokens_per_micro_batch,
+            max_tokens=rules.training.micro_batch_tokens,
             costs=costs,
         )
         for name, value in plan_metrics(plan, num_tokens, costs).items():

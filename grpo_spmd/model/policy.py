@@ -191,7 +191,7 @@ def build_policy(
         policy.lora = config.lora
     layers = decoder_layers(policy.model)
     for layer in layers:
-        set_up_layer(layer, trainable and config.activation_checkpointing, config.compile)
+        set_up_layer(layer, trainable and config.recompute, config.compile)
     # The root keeps embedding and lm_head gathered from forward to backward pass. A frozen model
     # has no backward pass, and would keep them for good.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)

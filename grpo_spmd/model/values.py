@@ -113,7 +113,7 @@ def build_value_model(
     files = tensor_files(folder)
     names_on_disk = stored_names(hf_model, files)
     for layer in layers:
-        set_up_layer(layer, config.activation_checkpointing, config.compile)
+        set_up_layer(layer, config.recompute, config.compile)
     # The head computes alone and in float32: bfloat16 would round its one number to 3 digits.
     fully_shard(
         model.head, mesh=session.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)

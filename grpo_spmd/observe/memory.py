@@ -259,15 +259,11 @@ def remedies(
 
     Keys that are set already are left out.
     """
-    fewer_tokens = (
-        f"lower training.max_tokens_per_micro_batch ({training.max_tokens_per_micro_batch})"
-    )
-    if training.max_tokens_per_micro_batch <= max_rollout_tokens:
+    fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
+    if training.micro_batch_tokens <= max_rollout_tokens:
         length_key = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
         fewer_tokens = f"shorter rollouts: {length_key}; a micro-batch holds only one"
-    recompute = (
-        "" if model.activation_checkpointing is True else "model.activation_checkpointing: true"
-    )
+    recompute = "" if model.recompute is True else "model.activation_checkpointing: true"
     smaller_chunks = f"lower model.logprob_chunk_tokens ({model.logprob_chunk_tokens})"
     smaller_engine = f"lower rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization:g})"
     offload = {

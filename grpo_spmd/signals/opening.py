@@ -95,7 +95,7 @@ def open_reward_models(
         models = build_reward_models(
             config.rewards,
             config.model,
-            config.training.max_tokens_per_micro_batch,
+            config.micro_batch_tokens,
             policy_tokenizer=tokenizer,
             engine=engine,
             session=session,

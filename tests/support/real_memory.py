@@ -108,7 +108,7 @@ def predicted(config: Config, num_ranks: int) -> Figures:
 
 
 def _full_batch(config: Config) -> MicroBatch:
-    number = config.training.max_tokens_per_micro_batch // config.max_rollout_tokens
+    number = config.micro_batch_tokens // config.max_rollout_tokens
     return _batch([(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * number)
 
 

@@ -603,7 +603,7 @@ def test_micro_batches_fit_a_cpu_where_the_config_does_not_say(
         0
     ]
     assert displayed.training.max_tokens_per_micro_batch == tokens
-    assert load_config(path, sizes[:2]).training.max_tokens_per_micro_batch in (16384, 4096)
+    assert load_config(path, sizes[:2]).micro_batch_tokens in (16384, 4096)
 
 
 def test_hidden_gpus_and_none_are_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

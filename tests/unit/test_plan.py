@@ -337,10 +337,8 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
     def replan(overrides: Sequence[str]) -> Plan:
         seen.append(tuple(overrides))
         config = by_hand(tmp_path, *overrides)
-        saved = {"selective": 6.0, True: 30.0, False: 0.0}[config.model.activation_checkpointing]
-        seconds = {"selective": 11.0, True: 14.0, False: 10.0}[
-            config.model.activation_checkpointing
-        ]
+        saved = {"selective": 6.0, True: 30.0, False: 0.0}[config.model.recompute]
+        seconds = {"selective": 11.0, True: 14.0, False: 10.0}[config.model.recompute]
         return made_up_plan(config, 85 - saved, 50, seconds)
 
     result = suggestions(made_up_plan(by_hand(tmp_path), 85, 50, 10), replan)
@@ -357,7 +355,7 @@ def test_suggestions_are_the_cheapest_first_and_only_what_the_phase_needs(tmp_pa
 def test_where_no_single_change_fits_they_are_added_up(tmp_path: Path) -> None:
     def replan(overrides: Sequence[str]) -> Plan:
         config = by_hand(tmp_path, *overrides)
-        update = 100 - 15 * (config.model.activation_checkpointing is True)
+        update = 100 - 15 * (config.model.recompute is True)
         update -= 10 * (config.training.max_tokens_per_micro_batch == 64)
         return made_up_plan(config, update, 95 - 20 * (config.model.offload is True), 10)
 
@@ -375,6 +373,22 @@ def test_a_cache_that_holds_no_whole_rollout_does_not_fit(tmp_path: Path) -> Non
     plan = made_up_plan(by_hand(tmp_path), 10, 10, 10, full_length=0)
     assert not plan.fits
     assert plan.margin_gib == pytest.approx(-1 / GIB)  # a byte of a rollout
+
+
+def test_at_equal_time_fewer_micro_batches_come_first(tmp_path: Path) -> None:
+    def replan(overrides: Sequence[str]) -> Plan:
+        config = by_hand(tmp_path, *overrides)
+        # The smallest micro-batch leaves most room.
+        return made_up_plan(config, config.micro_batch_tokens / 10, 50, 10)
+
+    sizes = ["model.activation_checkpointing=true", "training.max_tokens_per_micro_batch=512"]
+    start = made_up_plan(by_hand(tmp_path, *sizes), 90, 50, 10)
+    fitting = [
+        item.plan.case.config.micro_batch_tokens
+        for item in suggestions(start, replan)
+        if item.overrides[0].startswith("training.max_tokens_per_micro_batch")
+    ]
+    assert fitting == [256, 128, 64]
 
 
 # The command

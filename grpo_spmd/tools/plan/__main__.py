@@ -17,7 +17,7 @@ from grpo_spmd.checks.model_folder import check_model_sizes, folder_with_config
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import DECIDED_KEYS, Config
 from grpo_spmd.files import hold_standard_streams, read_model_config, show
 from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.model.reward_model_files import errors_about
@@ -52,15 +52,19 @@ def main() -> None:
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
-    from grpo_spmd.tools.plan.phases import facts_from_config, make_plan, suggestions
+    from grpo_spmd.tools.plan.phases import decide, facts_from_config, make_plan, suggestions
 
-    def plan_with(overrides: Sequence[str]) -> Plan:
-        config = load_config(args.config, [*args.overrides, *overrides])
-        _check_config(config, args.ranks)
+    def plan_of(config: Config) -> Plan:
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
+    def plan_with(overrides: Sequence[str]) -> Plan:
+        # What auto became stays as it is: a suggestion changes as little as it can.
+        config = load_config(args.config, [*args.overrides, *_decided_overrides(plan), *overrides])
+        _check_config(config, args.ranks)
+        return plan_of(config)
+
     facts = facts_from_config(folder)
-    plan = plan_with([])
+    plan = decide(load_config(args.config, args.overrides), plan_of)
     proposals = suggestions(plan, plan_with)
     if args.json is not None:
         text = json.dumps(_as_json(plan, proposals), indent=1)
@@ -83,6 +87,16 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     return plan.fits
 
 
+def _decided_overrides(plan: Plan) -> list[str]:
+    """Returns overrides with what a planned config has in the place of auto, or was set to."""
+    return [f"{key}={json.dumps(value)}" for key, value in _decided_values(plan).items()]
+
+
+def _decided_values(plan: Plan) -> dict[str, Any]:
+    config = plan.case.config
+    return dict(zip(DECIDED_KEYS, (config.model.recompute, config.micro_batch_tokens), strict=True))
+
+
 def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
@@ -94,6 +108,8 @@ def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
     )
+    values = ", ".join(_decided_overrides(plan)).replace('"', "")
+    yield f"with {values}"
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
@@ -115,21 +131,25 @@ def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
     # A step may have fewer sequences than fit.
     num_running = min(cache.full_length, cache.sequences)
     yield f"  {num_running} of them of full length run at one time, others wait their turn"
-    yield (
-        "step, s, every completion at full length (a model: shares of the card's ceilings): "
-        f"{plan.step_s:.1f}"
-    )
-    seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
-    yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
+    if cache.full_length:
+        yield (
+            "step, s, every completion at full length (a model: shares of the card's ceilings): "
+            f"{plan.step_s:.1f}"
+        )
+        seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
+        yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
+    else:
+        yield "no time of a step: the KV cache holds no sequence of full length"
     if plan.fits:
         return
     yield ""
     has_fitting = any(suggestion.plan.fits for suggestion in proposals)
     yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
     for suggestion in proposals:
+        seconds = f", step {suggestion.plan.step_s:.1f} s"
         yield (
-            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB, "
-            f"step {suggestion.plan.step_s:.1f} s"
+            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB"
+            f"{seconds if suggestion.plan.kv_cache.full_length else ''}"
         )
 
 
@@ -137,6 +157,8 @@ def _as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
     cache = plan.kv_cache
     return {
         "fits": plan.fits,
+        "cannot_fit": plan.cannot_fit,  # by counted bytes alone
+        "decided": _decided_values(plan),
         "margin_gib": plan.margin_gib,
         "tightest_phase": plan.tightest,
         "is_prediction": True,  # never compared with a GPU

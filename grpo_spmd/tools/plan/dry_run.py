@@ -114,7 +114,7 @@ class Pass:
             policy.requires_grad_(trains_all)
             if not trains_all:
                 lora.add_adapters(policy.model, self.model.lora)
-        recompute = self.model.activation_checkpointing
+        recompute = self.model.recompute
         if self.model.compile and not recompute:
             # About what a compiled layer keeps (model/policy.py).
             recompute = "selective"

@@ -37,6 +37,7 @@ from grpo_spmd.checks.memory import (
 from grpo_spmd.checks.model_folder import folder_with_config
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.load import decided
 from grpo_spmd.config.schema import PHASES, Config, LoraConfig
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
@@ -66,6 +67,19 @@ Lengths = Sequence[tuple[int, int]]
 _BLOCK = 16
 # The smallest chunk of logits that is suggested.
 _MIN_CHUNK = 256
+# The smallest micro-batch that auto becomes, if it holds a rollout.
+_MIN_MICRO_BATCH = 1024
+# Purposes whose bytes are estimates (step_time.py); those of all others are counted.
+_ESTIMATED = frozenset(
+    {
+        "CUDA context",
+        "NCCL",
+        "CUDA graphs, workspaces",
+        "engine's activations",
+        "layer in load",
+        "fragmentation",
+    }
+)
 
 
 # Side models
@@ -227,7 +241,7 @@ def add_time(
         seconds["update"] += copy
         if kind == "critic":
             # A backward pass costs two forward passes.
-            passes = 3 + RECOMPUTED[case.config.model.activation_checkpointing]
+            passes = 3 + RECOMPUTED[case.config.model.recompute]
             adamw = ADAMW_BYTES * model.gradients / 4 / case.speed.memory
             seconds["update"] += training.num_epochs * passes * forward
             seconds["update"] += training.num_optimizer_steps * adamw
@@ -293,6 +307,25 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.margin_gib >= 0
+
+    @property
+    def cannot_fit(self) -> bool:
+        """True if the counted bytes alone are more than the card has, however good the estimates
+        are: in a phase, or the engine's weights and one rollout in what the engine may use."""
+        config, size = self.case.config, self.case.card.gib * GIB
+        counted = [
+            sum(num_bytes for name, num_bytes in usage.items() if name not in _ESTIMATED)
+            for usage in self.phases.values()
+        ]
+        in_engine = 0
+        if not isinstance(config.rollout.engine.get("kv_cache_memory_bytes"), int):
+            in_engine = engine_weights(config, self.case.model) + self.kv_cache.longest_bytes
+        return max(counted) > size or in_engine > config.rollout.gpu_memory_utilization * size
+
+    @property
+    def trainer_fits(self) -> bool:
+        """True if the phases fit in which the trainer has the card for itself."""
+        return min(self.margin_of("logprobs"), self.margin_of("update")) >= 0
 
 
 def make_plan(case: Case, folder: Path) -> Plan:
@@ -427,6 +460,43 @@ def plan_phases(
     return {phase: fixed + phases[phase] for phase in PHASES if phase in phases}
 
 
+# What auto stands for
+
+
+def decide(config: Config, plan_of: Callable[[Config], Plan]) -> Plan:
+    """Returns the plan with values in the place of each auto: the first, in order of cost, with
+    which the trainer's phases fit; the most sparing ones if none do.
+
+    First layers recompute nothing, all but products, and everything. Then a micro-batch is halved,
+    down to the longest rollout.
+    """
+    plans = (plan_of(candidate) for candidate in _decisions(config))
+    plan = next(plans)
+    while not plan.trainer_fits:
+        sparing = next(plans, None)
+        if sparing is None:
+            break
+        plan = sparing
+    return plan
+
+
+def _decisions(config: Config) -> Iterator[Config]:
+    """Yields the config with values in the place of each auto, the cheapest in time first; once
+    without any."""
+    tokens, smallest = config.micro_batch_tokens, max(_MIN_MICRO_BATCH, config.max_rollout_tokens)
+    first = decided(config, recompute=False, tokens=tokens)
+    yield first
+    if config.model.activation_checkpointing == "auto":
+        # A compiled layer already keeps about as little as selective checkpointing.
+        if not config.model.compile:
+            yield decided(config, recompute="selective", tokens=tokens)
+        yield decided(config, recompute=True, tokens=tokens)
+    if config.training.max_tokens_per_micro_batch == "auto":
+        while tokens > smallest:
+            tokens = max(tokens // 2, smallest)
+            yield decided(config, recompute=True, tokens=tokens)
+
+
 # Config overrides that would make a run fit, the cheapest in time first
 
 
@@ -455,7 +525,7 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     candidates = _try_changes(Suggestion((), plan), replan, short)
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if fitting:
-        return sorted(fitting, key=lambda s: (s.plan.step_s, -s.plan.margin_gib))
+        return sorted(fitting, key=_cost)
     best = Suggestion((), plan)
     while candidates:
         candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
@@ -465,6 +535,13 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
         # A change that does not help the tightest phase cannot leave more room.
         candidates = [] if best.plan.fits else _try_changes(best, replan, {best.plan.tightest})
     return [best] if best.overrides else []
+
+
+def _cost(suggestion: Suggestion) -> tuple[float, int, float]:
+    """The order of suggestions: by time; where it is equal, by micro-batches, each of which costs
+    a little that the time does not count, then by room."""
+    plan = suggestion.plan
+    return plan.step_s, plan.case.num_micro_batches, -plan.margin_gib
 
 
 def _try_changes(start: Suggestion, replan: Planner, short: set[str]) -> list[Suggestion]:
@@ -513,16 +590,16 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     """Yields overrides that shrink the trainer's passes."""
     model, max_tokens = plan.case.config.model, plan.case.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
-    if not model.activation_checkpointing and not model.compile:
+    if not model.recompute and not model.compile:
         yield "model.activation_checkpointing=selective"
-    if model.activation_checkpointing is not True:
+    if model.recompute is not True:
         yield "model.activation_checkpointing=true"
     # A plan with other chunks needs the longest dry run. It is tried only if the logits alone are
     # more than the lacking bytes.
     could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
-    budget = plan.case.config.training.max_tokens_per_micro_batch
+    budget = plan.case.config.micro_batch_tokens
     budgets = {max_tokens, *(max(max_tokens, budget // share) for share in (2, 4))}
     for tokens in sorted(budgets - {budget}, reverse=True):
         yield f"training.max_tokens_per_micro_batch={tokens}"

@@ -355,7 +355,7 @@ def _update_s(case: Case) -> float:
     """
     model, speed, has_lora = case.config.model, case.speed, bool(case.config.model.lora.rank)
     # A backward pass costs two forward passes, or one if the weights are frozen.
-    passes = (2 if has_lora else 3) + RECOMPUTED[model.activation_checkpointing]
+    passes = (2 if has_lora else 3) + RECOMPUTED[model.recompute]
     flops = passes * forward_flops(work_of(case, has_lm_head=True))
     # Weights are gathered forward and backward; float32 gradients are reduced.
     moved = 2 * speed.gather_s(case.model, case.itemsize)
