@@ -4,7 +4,8 @@ bytes of the phase could take here.
     python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload]
     [--json FILE]
 A random Qwen2 of that size is made in a temporary folder (no download), and trained by
-grpo_spmd.train in a process. Its completions end at one of eight likely stop tokens, so that their lengths are ragged: geometric, cut at the longest. Ceilings are measured on the same device
+grpo_spmd.train in a process. Its completions end at one of eight likely stop tokens, so that
+their lengths are ragged: geometric, cut at the longest. Ceilings are measured on the same device
 after the runs: bfloat16 products, copies in device memory, copies between pinned host memory and
 the device. Where there is no GPU nothing is measured; `--device cpu --size tiny` runs it all on the
 CPU, to see that it works.
