@@ -4,7 +4,7 @@ bytes of the phase could take here.
     python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload]
     [--json FILE]
 A random Qwen2 of that size is made in a temporary folder (no download), and trained by
-grpo_spmd.train in a process of its own. Its completions end at one of many stop tokens, so that
+grpo_spmd.train in a process. Its completions end at one of eight likely stop tokens, so that
 their lengths are ragged: geometric, cut at the longest. Ceilings are measured on the same device
 after the runs: bfloat16 products, copies in device memory, copies between pinned host memory and
 the device. Where there is no GPU nothing is measured; `--device cpu --size tiny` runs it all on the
@@ -81,6 +81,8 @@ SIZES = {
     "1.5b": Size(1536, 28, 12, 2, 8960, 151936, 32, 256, 1024, 384, 16384),
 }
 GROUP_SIZE = 8
+# vLLM looks each token up in the list of them, in Python.
+NUM_STOP_IDS = 8
 _MINI_BATCHES = 2  # so that the phase `logprobs` has something to do
 
 
@@ -362,18 +364,26 @@ def model_config(size: Size) -> dict[str, Any]:
     }
 
 
-def make_model(folder: Path, size: Size) -> int:
-    """A random Qwen2 whose next-token distributions are near uniform, so that `vocabulary /
-    mean_tokens` stop tokens give that mean length.
+def make_model(folder: Path, size: Size, *, key_bias_norm: float = 0.0) -> int:
+    """A random Qwen2 whose next-token distributions are near uniform but for NUM_STOP_IDS stop
+    tokens, so likely that completions have the mean length of `size`. With `key_bias_norm` the
+    attention's biases are those of a trained Qwen2 whose k_proj has a bias of this norm.
 
     Returns its number of parameters, a tied one once.
     """
     import transformers
 
-    from benchmarks.support.models import make_large_model
+    from benchmarks.support.models import make_large_model, make_likely, set_attention_biases
 
-    num_parameters = make_large_model(folder, transformers.Qwen2Config(**model_config(size)))
-    stop = [0, *range(size.vocabulary - size.vocabulary // size.mean_tokens, size.vocabulary)]
+    stop = [0, *range(size.vocabulary - NUM_STOP_IDS + 1, size.vocabulary)]
+
+    def change(model: Any) -> None:
+        if key_bias_norm:
+            set_attention_biases(model, key_bias_norm)
+        make_likely(model, stop, 1 / size.mean_tokens)
+
+    config = transformers.Qwen2Config(**model_config(size))
+    num_parameters = make_large_model(folder, config, change=change)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     rng = random.Random(0)
     prompts = [

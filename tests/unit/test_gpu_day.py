@@ -21,6 +21,7 @@ from benchmarks.gpu_day.page import page
 from benchmarks.gpu_day.proofs import ledger_rows, sleep_row
 from benchmarks.gpu_day.steps import DRY, GPU
 from benchmarks.speed.gpu import SIZES, model_config, training_config
+from benchmarks.speed.gpu import make_model as make_gpu_model
 from benchmarks.speed.kernels import Kernel, kind_of, kind_rows
 from benchmarks.support.models import make_large_model
 from benchmarks.support.ways import WAY
@@ -161,6 +162,26 @@ def test_a_large_random_model_is_as_its_config_says(tmp_path: Path) -> None:
     make_large_model(tmp_path / "b", config)
     initial, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in "ab")
     assert initial == second
+
+
+def test_the_day_models_stop_at_eight_tokens_and_have_biases_like_qwen(tmp_path: Path) -> None:
+    """Mean length 10: one of the stop tokens is drawn with probability 0.1 at each place. The
+    biases lie in the slowest rotary dimensions, of 32 the 2 at the end of each half."""
+    size = SIZES["tiny"]
+    make_gpu_model(tmp_path, size, key_bias_norm=605.0)
+    stop = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert stop == [0, *range(505, 512)]
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, trust_remote_code=False, dtype=torch.float32
+    )
+    torch.manual_seed(0)
+    probs = model(torch.randint(512, (4, 64))).logits.softmax(-1)[..., stop].sum(-1)
+    assert float(probs.detach().mean()) == pytest.approx(1 / size.mean_tokens, rel=0.2)
+    for layer in model.model.layers:
+        bias = layer.self_attn.k_proj.bias
+        assert float(bias.norm()) == pytest.approx(605.0, rel=0.01)
+        used = bias.reshape(2, 32).abs().sum(0).nonzero().flatten()
+        assert used.tolist() == [14, 15, 30, 31]
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ def install(cuda: FakeCuda) -> None:
         "device_count": lambda: 1,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
         "_lazy_init": lambda: None,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",

@@ -1,6 +1,8 @@
 // A torch that was built without CUDA cannot be asked about CUDA devices. What autograd and the dispatcher ask for when
 // they meet a fake CUDA tensor is answered here: one device, whose streams and events do nothing. Loaded before torch
-// first asks, for it remembers the answer.
+// first asks, for it remembers the answer. A torch that was built with CUDA has answers of its own, which fail without a
+// driver: the hooks here have a higher priority than those, and `take_guard` puts the guard in the place of torch's once
+// torch has been imported.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -34,7 +36,9 @@ struct NoDeviceGuard final : c10::impl::DeviceGuardImplInterface {
 
 }  // namespace
 
-C10_REGISTER_GUARD_IMPL(CUDA, NoDeviceGuard)
+extern "C" void take_guard() {
+  static const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, new NoDeviceGuard());
+}
 
 // torch looks for a class of this very name.
 struct CUDAHooks final : at::CUDAHooksInterface {
@@ -46,8 +50,9 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool hasPrimaryContext(DeviceIndex) const override { return true; }
   DeviceIndex deviceCount() const override { return 1; }
   DeviceIndex getCurrentDevice() const override { return 0; }
+  long versionRuntimeCuDNN() const override { return 90000; }
 };
 
 namespace at {
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }

@@ -19,8 +19,10 @@ from pathlib import Path
 
 def main() -> None:
     shim, config, out, *names = sys.argv[1:]
-    ctypes.CDLL(shim)  # before torch, which asks once what it was built with
+    library = ctypes.CDLL(shim)  # before torch, which asks once what it was built with
     import torch.distributed as dist
+
+    library.take_guard()
 
     from grpo_spmd.distributed import collectives
     from tests.support.dry_run.cases import CASES, Trials
