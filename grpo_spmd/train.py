@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 
 import yaml
 
@@ -22,12 +23,17 @@ from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.distributed.doctor import exit_with_outcome
+from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.model.config_json import read_model
 
 
 def main() -> None:
     """Runs the command."""
+    # Until the ranks have joined, nothing else would tell this one that torchrun was killed.
+    # Without torchrun the parent is a shell, which a run may outlive.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGKILL)
     hold_standard_streams()
     interrupt.listen()
     parser = OverridesParser(

@@ -6,6 +6,7 @@ when the clock is set, and two ranks could disagree about it. Imports no torch a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from types import FrameType
 from typing import Literal
 
 _log = logging.getLogger("grpo_spmd")
+_PR_SET_PDEATHSIG = 1
 # A thread in one of these modules waits for other ranks.
 _COLLECTIVE_MODULES = (
     "grpo_spmd.distributed.collectives",
@@ -48,6 +50,18 @@ _MAX_PENDING = 10  # unfinished collectives in a report
 _MAX_SPANS = 6  # of consecutive ranks in a line
 # Frames of torch's Python code around the call that waits.
 _MAX_WRAPPERS = 6
+
+
+def end_with_parent(number: int, parent_pid: int | None = None) -> None:
+    """Lets the kernel send this process signal `number` when the thread that started it ends; 0
+    takes that back. Does nothing where the kernel is not Linux's.
+
+    With `parent_pid` this process exits if its parent ended before this call."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    # The signal is asked for first and the parent looked up after, so that no end goes unnoticed.
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os._exit(0)
 
 
 @dataclass(frozen=True)

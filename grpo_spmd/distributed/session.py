@@ -18,7 +18,7 @@ from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier
 from grpo_spmd.distributed.machine import rank_device, refuse_unreachable, with_time_to_start
-from grpo_spmd.distributed.processes import free_port
+from grpo_spmd.distributed.processes import end_with_parent, free_port
 from grpo_spmd.distributed.store import open_store
 
 _DEFAULT_LIMITS = WatchdogConfig()
@@ -83,6 +83,9 @@ def start_session(
     store = dist.PrefixStore(f"grpo_spmd/{attempt}", run_store)
     open_store(store)
     doctor.start(dist.PrefixStore("doctor", store), rank, world_size, watchdog)
+    # From here on the doctor notices that torchrun is gone, and the ranks end in their own way.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(0)
     refuse_unreachable(store, rank, world_size)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",

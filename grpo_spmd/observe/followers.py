@@ -9,7 +9,6 @@ ReportProcess starts that process as
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import resource
@@ -28,11 +27,11 @@ from typing import Any
 
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
+from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
-_PR_SET_PDEATHSIG = 1
 # Seconds that a report may take, and its niceness. Nobody waits for a report while the run goes on,
 # but the run waits for the last one.
 _MAX_S, _LAST_MAX_S = 600.0, 45.0
@@ -175,12 +174,7 @@ class ReportProcess:
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
     """Ties this process to the parent's thread, and lowers its priority and its limits."""
-    # only Linux has prctl
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # the parent ended before the call above
-    if os.getppid() != parent_pid:
-        os._exit(0)
+    end_with_parent(signal.SIGKILL, parent_pid)
     os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         # if memory is short, this process goes first and not the run

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.rewards.named import unpack_functions
 
 # Turns the message of a call into its reply.
@@ -41,7 +42,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
 
 MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 # Types of parquet columns that JSON does not know, by name: functions to JSON and back.
 _BEYOND_JSON: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -199,11 +200,10 @@ class _Nursery:
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        # The rank may have died before the prctl call above asked for a signal.
-        if os.getppid() != parent_pid:
-            os._exit(0)
+        # Only Linux has prctl.
+        with suppress(AttributeError):
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        end_with_parent(signal.SIGTERM, parent_pid)
         # The terminal is kept for the debugger. All other output goes to the pool's log file, which
         # is stderr here.
         self._terminal = os.dup(0), os.dup(1)
@@ -274,11 +274,7 @@ class _Nursery:
                 signal.set_wakeup_fd(-1)
                 for number_ in (signal.SIGCHLD, signal.SIGTERM):
                     signal.signal(number_, signal.SIG_DFL)
-                # The signal is requested first and the parent checked after, so that no death goes
-                # unnoticed.
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != nursery_pid:
-                    os._exit(0)
+                end_with_parent(signal.SIGKILL, nursery_pid)
                 self._rank.close()
                 os.close(self._wakeup)
                 os.dup2(log_fd, 1)
@@ -378,9 +374,3 @@ def _kill_group(pid: int) -> None:
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)
-
-
-def _prctl(option: int, value: int) -> None:
-    # Only Linux has it.
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)

@@ -5,7 +5,6 @@ The dumps of a long run are larger than any page, and take longer to read than a
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpo_spmd
+from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.tools.report.overview import config_differences, overview, summarize_prompts
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
 from grpo_spmd.tools.report.run import RecordedRun, file_size
@@ -56,7 +56,6 @@ _MAX_PROCESSES = 4
 _POOL_BYTES = 50_000_000  # dumps from which on processes are worth their start
 _NICE = 2  # of the processes that this one starts
 _LOW_PRIORITY = 10  # nice value from which on the other cores are left to those who need them
-_PR_SET_PDEATHSIG = 1
 
 
 class Plan(NamedTuple):
@@ -182,9 +181,7 @@ def _make_steps(plan: Plan) -> Iterator[StepResult]:
 def _start_worker(parent: int) -> None:
     """Prepares a process of the pool: it gives way to other work, and ends with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before prctl
-        os._exit(1)
+    end_with_parent(signal.SIGKILL, parent)
     os.nice(_NICE)
 
 

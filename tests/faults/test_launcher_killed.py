@@ -1,0 +1,46 @@
+"""torchrun is killed while its ranks import torch: nobody else would end them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import write_config
+from tests.support.processes import Job
+
+
+def _ranks(job: Job) -> list[int]:
+    """Processes of the job that run the training command, once torch's import has begun."""
+    ranks = []
+    for pid in job.survivors():
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:  # it has ended
+            continue
+        if b"grpo_spmd.train" in words and b"torch.distributed.run" not in words:
+            ranks += [pid] * ("libtorch" in maps)
+    return ranks
+
+
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "grpo_spmd.distributed.launch"])
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, folder: Path, launcher: str) -> None:
+    config = write_config(tmp_path, folder / "model")
+    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2"]
+    job = Job([*command, "-m", "grpo_spmd.train", "--config", str(config)])
+    deadline = time.monotonic() + 120
+    while len(_ranks(job)) < 2:
+        assert time.monotonic() < deadline, "the ranks did not start"
+        assert job.process.poll() is None
+        time.sleep(0.02)
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    # Without the tie they waited for the launcher's store as long as the limit of a start.
+    while job.survivors():
+        assert time.monotonic() < deadline, f"still there: {job.survivors()}"
+        time.sleep(0.05)
