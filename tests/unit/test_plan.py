@@ -547,6 +547,22 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
     assert kv_cache(Case(config, MODEL, CARD, 4)).full_length == 3
 
 
+def test_a_step_of_the_engine_takes_the_slower_of_device_and_host(tmp_path: Path) -> None:
+    """On the tiny model each of 48 steps waits for the host: 2 ms and 20 us for each of 8 or 16
+    sequences. On a card so slow that reading weights and cache takes longer, the
+    host's time is hidden and not added: half the bandwidth is then twice the time."""
+
+    def rollout_s(memory_gb_s: float, *overrides: str) -> float:
+        card = replace(CARD, memory_gb_s=memory_gb_s, tflops=1e9)
+        case = Case(by_hand(tmp_path, *overrides), MODEL, card, 4)
+        return step_time(case, num_running=64)["rollout"]
+
+    assert rollout_s(1000) == pytest.approx(48 * (0.002 + 8 * 20e-6))
+    groups_of_8 = ("rollout.group_size=8",)
+    assert rollout_s(1000, *groups_of_8) == pytest.approx(48 * (0.002 + 16 * 20e-6))
+    assert rollout_s(0.001) == pytest.approx(2 * rollout_s(0.002))
+
+
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:
     created = make_model(tmp_path / "made", "glm4", tied=False)
     facts = read_model(str(created))

@@ -67,8 +67,13 @@ LINK_FRACTION = 0.7
 # 400 Gb/s for each GPU, as in torchtitan's runs.
 BETWEEN_NODES_GB_S = 50.0
 RANKS_PER_NODE = 8
-# Time that the host adds to one step of vLLM with CUDA graphs: a guess.
-ENGINE_STEP_S = 0.003
+# The host's time for one step of vLLM, and for each running sequence in it. The scheduler's and
+# the output's Python take 24.8 to 38 microseconds a sequence on a Xeon of 2 shared cores
+# (benchmarks/run.sh engine_host), 12 to 21 on an EPYC; the hosts of GPUs are at least as fast as the
+# latter, and a time should rather be too long. To prepare and launch a step takes the V2 runner 1.5
+# to 3 ms, by its source.
+ENGINE_STEP_S = 0.002
+ENGINE_SEQUENCE_S = 20e-6
 # Bytes that AdamW reads and writes for each parameter.
 ADAMW_BYTES = 28
 # Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
@@ -342,7 +347,9 @@ def _rollout_s(case: Case, num_running: int) -> float:
     # Two all-reduces of the sequences' hidden states in each layer and step.
     hidden_bytes = num_running * work.sizes.hidden * work.itemsize
     reduced = 4 * work.sizes.layers * hidden_bytes * completion if tp > 1 else 0
-    round_s = decode + reduced / speed.link + completion * ENGINE_STEP_S
+    # Scheduling is asynchronous: the host prepares a step while the device works on the one before.
+    host = completion * (ENGINE_STEP_S + ENGINE_SEQUENCE_S * num_running)
+    round_s = max(decode + reduced / speed.link, host)
     groups = -(-sequences // case.config.rollout.group_size)
     prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
     return sequences / num_running * round_s + prefill
