@@ -249,11 +249,13 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
         activations=100_000, gradients=20_000, fragmentation=6_000
     )
     assert phases["logprobs"] - phases["checkpoint"] == Counter(logits=1000, fragmentation=50)
-    # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
+    # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 2
     activations = engine_activations(Case(config, MODEL, CARD, 4))
     assert activations == 8192 * 2 * (72 + 96)
     weights = NUMEL  # 2 bytes, halved
-    assert cache.num_bytes == GIB - weights - activations - graphs
+    # for 256 sequences a count of 4 bytes for each of V 100, and 4 words of 32 bits
+    tables = 256 * (400 + 16)
+    assert cache.num_bytes == GIB - weights - activations - tables - graphs
     # a token of a rank: keys and values x 2 layers x 1 head x 16 x 2 bytes = 128; blocks of 16
     # tokens
     assert cache.tokens == cache.num_bytes // 2048 * 16
@@ -267,6 +269,7 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     sampling = {
         "engine's weights": weights,
         "engine's activations": activations,
+        "engine's sampler tables": tables,
         "KV cache": cache.num_bytes,
     }
     assert phases["rollout"] == phases["reward"] == Counter(fixed | retained | sampling)
@@ -276,7 +279,8 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     assert phases["weight_sync"] == Counter(
         fixed
         | retained
-        | {"engine's weights": weights, "fragmentation": int(0.05 * sum(buffers.values()))}
+        | {"engine's weights": weights, "engine's sampler tables": tables}
+        | {"fragmentation": int(0.05 * sum(buffers.values()))}
         | buffers
     )
 

@@ -119,8 +119,9 @@ def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
         )
     yield ""
     yield (
-        "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, layer "
-        f"in load, fragmentation ({FRAGMENTATION:.0%} of a phase's own tensors); counted: the rest"
+        "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, "
+        f"engine's sampler tables, layer in load, fragmentation ({FRAGMENTATION:.0%} of a phase's "
+        "own tensors); counted: the rest"
     )
     yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
     yield (

@@ -57,6 +57,7 @@ from grpo_spmd.tools.plan.step_time import (
     graph_bytes,
     layer_in_reload,
     nccl_bytes,
+    sampler_tables,
     step_time,
     with_fragmentation,
 )
@@ -76,6 +77,7 @@ _ESTIMATED = frozenset(
         "NCCL",
         "CUDA graphs, workspaces",
         "engine's activations",
+        "engine's sampler tables",
         "layer in load",
         "fragmentation",
     }
@@ -342,7 +344,7 @@ def make_plan(case: Case, folder: Path) -> Plan:
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
     host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
-    host["engine's weights, asleep"] = engine_backup(config, case.model)
+    host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
     return Plan(
@@ -392,7 +394,7 @@ def kv_cache(case: Case) -> KvCache:
     if not isinstance(num_bytes, int):
         budget = int(rollout.gpu_memory_utilization * case.card.gib * GIB)
         num_bytes = budget - engine_weights(config, case.model)
-        num_bytes -= engine_activations(case) + graph_bytes(case)
+        num_bytes -= engine_activations(case) + sampler_tables(case) + graph_bytes(case)
     token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.tensor_parallel_size)
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
     sequences = sequences_of_engine(config, case.num_ranks)
@@ -432,6 +434,7 @@ def plan_phases(
     awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
     in_sync = awake or policy
     engine = Usage({"engine's weights": engine_weights(config, case.model)})
+    engine["engine's sampler tables"] = sampler_tables(case)
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
     buffers = Usage(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
     buffers["layer in load"] = layer_in_reload(case)
