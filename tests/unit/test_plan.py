@@ -20,7 +20,14 @@ from grpo_spmd.model.config_json import ModelFacts, read_model
 from grpo_spmd.observe.cards import CARDS, Card, find_card, peak_tflops
 from grpo_spmd.tools.plan.__main__ import main
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
-from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, plan_phases, suggestions
+from grpo_spmd.tools.plan.phases import (
+    KvCache,
+    Plan,
+    kv_cache,
+    larger_cache,
+    plan_phases,
+    suggestions,
+)
 from grpo_spmd.tools.plan.step_time import (
     CONTEXT,
     GRAPHS_PER_LAYER,
@@ -395,6 +402,42 @@ def test_at_equal_time_fewer_micro_batches_come_first(tmp_path: Path) -> None:
     assert fitting == [256, 128, 64]
 
 
+def test_adapters_are_tried_where_nothing_else_fits_and_are_marked(tmp_path: Path) -> None:
+    def replan(overrides: Sequence[str]) -> Plan:
+        config = by_hand(tmp_path, *overrides)
+        update = 200 - 90 * (config.model.lora.rank == 16) - 35 * (config.model.recompute is True)
+        return made_up_plan(config, update, 50, 10)
+
+    (only,) = suggestions(made_up_plan(by_hand(tmp_path), 200, 50, 10), replan)
+    assert only.plan.fits
+    assert only.changes_training
+    assert set(only.overrides) == {"model.lora.rank=16", "model.activation_checkpointing=true"}
+
+    def without_remedy(overrides: Sequence[str]) -> Plan:
+        return made_up_plan(by_hand(tmp_path, *overrides), 200, 50, 10)
+
+    assert suggestions(without_remedy([]), without_remedy) == []
+
+
+def test_a_larger_cache_is_advised_where_memory_is_free_and_sequences_wait(tmp_path: Path) -> None:
+    """Of 80 GiB 20 are free in rollout: 0.6 + 0.25 - 0.05 of the card may be the engine's."""
+
+    def replan(overrides: Sequence[str]) -> Plan:
+        config = by_hand(tmp_path, *overrides)
+        more = config.rollout.gpu_memory_utilization - 0.6
+        return made_up_plan(config, 79, 60 + 80 * more, 10, full_length=4 + int(20 * more))
+
+    advised = larger_cache(replan([]), replan)
+    assert advised is not None
+    assert advised.overrides == ("rollout.gpu_memory_utilization=0.8",)
+    assert advised.plan.kv_cache.full_length == 8
+    # All 8 sequences of a step run together, nothing is free, or the plan does not fit.
+    config = by_hand(tmp_path)
+    assert larger_cache(made_up_plan(config, 79, 60, 10, full_length=8), replan) is None
+    assert larger_cache(made_up_plan(config, 79, 76, 10), replan) is None
+    assert larger_cache(made_up_plan(config, 81, 60, 10), replan) is None
+
+
 # The command
 
 
@@ -446,6 +489,14 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert load_config(path, lines).rollout.gpu_memory_utilization < 0.9
+
+    # Without a place for one sequence there is no time of a step.
+    tight = [*small[:-1], "rollout.gpu_memory_utilization=0.01"]
+    assert command(monkeypatch, *tight) == 1
+    text = capsys.readouterr().out
+    assert "no time of a step" in text
+    assert "step, s" not in text
+    assert max(len(line) for line in text.replace(str(tmp_path), "").splitlines()) <= 100
 
     none = ["--config", str(path), "--gpu", "0.3GiB,1TFLOPS,1GB/s", "--ranks", "1"]
     assert (

@@ -65,9 +65,8 @@ BETWEEN_NODES_GB_S = 50.0
 RANKS_PER_NODE = 8
 # The host's time for one step of vLLM, and for each running sequence in it. The scheduler's and
 # the output's Python take 24.8 to 38 microseconds a sequence on a Xeon of 2 shared cores
-# (benchmarks/run.sh engine_host), 12 to 21 on an EPYC. The hosts of GPUs are rather like the latter,
-# of which this is the slow end. To prepare and launch a step takes the V2 runner 1.5 to 3 ms, by its
-# source.
+# (benchmarks/run.sh engine_host), 12 to 21 on an EPYC, which is rather like the hosts of GPUs:
+# this is its slow end. To prepare and launch a step is thought to take the V2 runner 1.5 to 3 ms.
 ENGINE_STEP_S = 0.002
 ENGINE_SEQUENCE_S = 20e-6
 # Bytes that AdamW reads and writes for each parameter.
