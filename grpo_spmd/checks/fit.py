@@ -69,8 +69,12 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
         f"{plan['gpu']['gib']:.1f} GiB in {phase}, by the planner (margin "
         f"{plan['margin_gib']:.1f} GiB)"
     )
-    fitting = [" ".join(item["overrides"]) for item in plan["suggestions"] if item["fits"]]
-    remedy = f"it would fit with {fitting[0]}" if fitting else "more ranks or a larger card would"
+    fitting = [item for item in plan["suggestions"] if item["fits"]]
+    remedy = "more ranks or a larger card would"
+    if fitting:
+        remedy = f"it would fit with {' '.join(fitting[0]['overrides'])}"
+        if fitting[0]["changes_training"]:
+            remedy += ", which trains adapters alone"
     if plan["cannot_fit"]:
         raise ConfigError(f"the run cannot fit this GPU: {line}; {remedy}")
     if not plan["fits"]:

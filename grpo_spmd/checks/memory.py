@@ -298,18 +298,19 @@ def engine_weights(config: Config, model: ModelFacts) -> int:
     )
 
 
-def engine_backup(config: Config, model: ModelFacts) -> int:
+def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     """Returns the bytes of host memory that an engine on a GPU pins on one rank while it sleeps.
 
     0 if it never keeps its weights: it does at `sleep_level` 1, and at either level while reward
     models score. vLLM copies each block of its pool into a tensor of its own at every such sleep,
     also a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33). Torch pins that in powers
-    of two, and keeps it for later sleeps (CachingHostAllocator)."""
+    of two, and keeps it for later sleeps (CachingHostAllocator). `tables` are bytes of one more
+    tensor in the pool."""
     scores = any(reward.model is not None for reward in config.rewards)
     if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
         return 0
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
-    sizes: Counter[str] = Counter()
+    sizes = Counter({"tables": tables})
     for shapes in (model.shapes, engine_adapter_shapes(config, model.shapes)):
         for name, shape in shapes.items():
             # vLLM makes one tensor of each of these groups, but not of their adapters.

@@ -20,7 +20,14 @@ from grpo_spmd.model.config_json import ModelFacts, read_model
 from grpo_spmd.observe.cards import CARDS, Card, find_card, peak_tflops
 from grpo_spmd.tools.plan.__main__ import main
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
-from grpo_spmd.tools.plan.phases import KvCache, Plan, kv_cache, plan_phases, suggestions
+from grpo_spmd.tools.plan.phases import (
+    KvCache,
+    Plan,
+    kv_cache,
+    larger_cache,
+    plan_phases,
+    suggestions,
+)
 from grpo_spmd.tools.plan.step_time import (
     CONTEXT,
     GRAPHS_PER_LAYER,
@@ -249,11 +256,13 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
         activations=100_000, gradients=20_000, fragmentation=6_000
     )
     assert phases["logprobs"] - phases["checkpoint"] == Counter(logits=1000, fragmentation=50)
-    # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 26
+    # 8,192 tokens of a batch x 2 bytes x (3 x 48 / 2 + 3 x 32) beside 256 sequences x V 100 x 2
     activations = engine_activations(Case(config, MODEL, CARD, 4))
     assert activations == 8192 * 2 * (72 + 96)
     weights = NUMEL  # 2 bytes, halved
-    assert cache.num_bytes == GIB - weights - activations - graphs
+    # for 256 sequences a count of 4 bytes for each of V 100, and 4 words of 32 bits
+    tables = 256 * (400 + 16)
+    assert cache.num_bytes == GIB - weights - activations - tables - graphs
     # a token of a rank: keys and values x 2 layers x 1 head x 16 x 2 bytes = 128; blocks of 16
     # tokens
     assert cache.tokens == cache.num_bytes // 2048 * 16
@@ -267,6 +276,7 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     sampling = {
         "engine's weights": weights,
         "engine's activations": activations,
+        "engine's sampler tables": tables,
         "KV cache": cache.num_bytes,
     }
     assert phases["rollout"] == phases["reward"] == Counter(fixed | retained | sampling)
@@ -276,7 +286,8 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
     assert phases["weight_sync"] == Counter(
         fixed
         | retained
-        | {"engine's weights": weights, "fragmentation": int(0.05 * sum(buffers.values()))}
+        | {"engine's weights": weights, "engine's sampler tables": tables}
+        | {"fragmentation": int(0.05 * sum(buffers.values()))}
         | buffers
     )
 
@@ -391,6 +402,42 @@ def test_at_equal_time_fewer_micro_batches_come_first(tmp_path: Path) -> None:
     assert fitting == [256, 128, 64]
 
 
+def test_adapters_are_tried_where_nothing_else_fits_and_are_marked(tmp_path: Path) -> None:
+    def replan(overrides: Sequence[str]) -> Plan:
+        config = by_hand(tmp_path, *overrides)
+        update = 200 - 90 * (config.model.lora.rank == 16) - 35 * (config.model.recompute is True)
+        return made_up_plan(config, update, 50, 10)
+
+    (only,) = suggestions(made_up_plan(by_hand(tmp_path), 200, 50, 10), replan)
+    assert only.plan.fits
+    assert only.changes_training
+    assert set(only.overrides) == {"model.lora.rank=16", "model.activation_checkpointing=true"}
+
+    def without_remedy(overrides: Sequence[str]) -> Plan:
+        return made_up_plan(by_hand(tmp_path, *overrides), 200, 50, 10)
+
+    assert suggestions(without_remedy([]), without_remedy) == []
+
+
+def test_a_larger_cache_is_advised_where_memory_is_free_and_sequences_wait(tmp_path: Path) -> None:
+    """Of 80 GiB 20 are free in rollout: 0.6 + 0.25 - 0.05 of the card may be the engine's."""
+
+    def replan(overrides: Sequence[str]) -> Plan:
+        config = by_hand(tmp_path, *overrides)
+        more = config.rollout.gpu_memory_utilization - 0.6
+        return made_up_plan(config, 79, 60 + 80 * more, 10, full_length=4 + int(20 * more))
+
+    advised = larger_cache(replan([]), replan)
+    assert advised is not None
+    assert advised.overrides == ("rollout.gpu_memory_utilization=0.8",)
+    assert advised.plan.kv_cache.full_length == 8
+    # All 8 sequences of a step run together, nothing is free, or the plan does not fit.
+    config = by_hand(tmp_path)
+    assert larger_cache(made_up_plan(config, 79, 60, 10, full_length=8), replan) is None
+    assert larger_cache(made_up_plan(config, 79, 76, 10), replan) is None
+    assert larger_cache(made_up_plan(config, 81, 60, 10), replan) is None
+
+
 # The command
 
 
@@ -442,6 +489,14 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     lines = capsys.readouterr().out.splitlines()
     assert lines
     assert load_config(path, lines).rollout.gpu_memory_utilization < 0.9
+
+    # Without a place for one sequence there is no time of a step.
+    tight = [*small[:-1], "rollout.gpu_memory_utilization=0.01"]
+    assert command(monkeypatch, *tight) == 1
+    text = capsys.readouterr().out
+    assert "no time of a step" in text
+    assert "step, s" not in text
+    assert max(len(line) for line in text.replace(str(tmp_path), "").splitlines()) <= 100
 
     none = ["--config", str(path), "--gpu", "0.3GiB,1TFLOPS,1GB/s", "--ranks", "1"]
     assert (
@@ -545,6 +600,22 @@ def test_an_engine_is_as_fast_on_two_nodes_and_no_faster_than_its_places(tmp_pat
     )
     config = by_hand(tmp_path, "rollout.engine={max_num_seqs: 3}")
     assert kv_cache(Case(config, MODEL, CARD, 4)).full_length == 3
+
+
+def test_a_step_of_the_engine_takes_the_slower_of_device_and_host(tmp_path: Path) -> None:
+    """On the tiny model each of 48 steps waits for the host: 2 ms and 20 us for each of 8 or 16
+    sequences. On a card so slow that reading weights and cache takes longer, the
+    host's time is hidden and not added: half the bandwidth is then twice the time."""
+
+    def rollout_s(memory_gb_s: float, *overrides: str) -> float:
+        card = replace(CARD, memory_gb_s=memory_gb_s, tflops=1e9)
+        case = Case(by_hand(tmp_path, *overrides), MODEL, card, 4)
+        return step_time(case, num_running=64)["rollout"]
+
+    assert rollout_s(1000) == pytest.approx(48 * (0.002 + 8 * 20e-6))
+    groups_of_8 = ("rollout.group_size=8",)
+    assert rollout_s(1000, *groups_of_8) == pytest.approx(48 * (0.002 + 16 * 20e-6))
+    assert rollout_s(0.001) == pytest.approx(2 * rollout_s(0.002))
 
 
 def test_a_family_that_arithmetic_does_not_know_is_planned_from_config_json(tmp_path: Path) -> None:

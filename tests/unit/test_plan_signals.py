@@ -134,6 +134,9 @@ def test_tensors_of_some_mib_share_blocks_of_twenty(tmp_path: Path) -> None:
     shapes: Shapes = {f"model.layers.{n}.mlp.down_proj.weight": (1024, 4096) for n in range(3)}
     config = by_hand(tmp_path, "model.dtype=bfloat16", "rollout.sleep_level=1")
     assert engine_backup(config, replace(MODEL, shapes=shapes)) == 64 << 20
+    # The sampler's tables are one tensor more: 1,024 x 151,936 x 4 bytes are pinned as 1 GiB.
+    with_tables = engine_backup(config, replace(MODEL, shapes=shapes), 1024 * 151_936 * 4)
+    assert with_tables == (64 << 20) + (1 << 30)
 
 
 def test_a_reward_model_has_the_engines_place_while_it_scores(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import logging
 import os
+import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from grpo_spmd.tools.plan.phases import Plan, Suggestion
 
 _MAX_RANKS = 65_536
+_COLUMNS = 100
 
 
 def main() -> None:
@@ -52,7 +54,13 @@ def main() -> None:
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
-    from grpo_spmd.tools.plan.phases import decide, facts_from_config, make_plan, suggestions
+    from grpo_spmd.tools.plan.phases import (
+        decide,
+        facts_from_config,
+        larger_cache,
+        make_plan,
+        suggestions,
+    )
 
     def plan_of(config: Config) -> Plan:
         return make_plan(Case(config, facts, card, args.ranks), folder)
@@ -65,26 +73,34 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
 
     facts = facts_from_config(folder)
     plan = decide(load_config(args.config, args.overrides), plan_of)
-    proposals = suggestions(plan, plan_with)
+    proposals, advised = suggestions(plan, plan_with), larger_cache(plan, plan_with)
     if args.json is not None:
-        text = json.dumps(_as_json(plan, proposals), indent=1)
+        text = json.dumps(_as_json(plan, proposals, advised), indent=1)
         try:
             args.json.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
     if not args.suggest:
-        show("\n".join(_text_lines(plan, proposals)))
+        show("\n".join(_text_lines(plan, proposals, advised)))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
-    elif proposals and proposals[0].plan.fits:
+    elif proposals and proposals[0].plan.fits and not proposals[0].changes_training:
         show("\n".join(proposals[0].overrides))
         return True
     else:
         say(
-            "nothing that was tried makes it fit: more ranks, a larger card, shorter rollouts "
-            "or model.lora would"
+            "nothing that was tried makes it fit with the same training: more ranks, a larger card "
+            f"or shorter rollouts would{_lora_text(proposals)}"
         )
     return plan.fits
+
+
+def _lora_text(proposals: Sequence[Suggestion]) -> str:
+    """Returns the words about a suggestion that fits because it trains adapters alone."""
+    fitting = [item for item in proposals if item.plan.fits and item.changes_training]
+    if not fitting:
+        return ""
+    return f"; so would {' '.join(fitting[0].overrides)}, which trains adapters alone"
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
@@ -97,47 +113,52 @@ def _decided_values(plan: Plan) -> dict[str, Any]:
     return dict(zip(DECIDED_KEYS, (config.model.recompute, config.micro_batch_tokens), strict=True))
 
 
-def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
+def _text_lines(
+    plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
+) -> Iterator[str]:
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
-    yield (
+    yield _fill(
         f"{case.config.model.path} ({case.model.num_parameters / 1e9:.2f} B parameters) on "
         f"{case.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
     )
-    yield (
+    yield _fill(
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
     )
     values = ", ".join(_decided_overrides(plan)).replace('"', "")
-    yield f"with {values}"
+    yield _fill(f"with {values}")
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
-        yield (
-            f"{phase:12} {plan.peak_gib(phase):7.2f} {plan.margin_of(phase):7.2f}  "
-            f"{_join_usage(usage)}"
-        )
+        peak, free = plan.peak_gib(phase), plan.margin_of(phase)
+        yield _fill(f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}", indent=30)
     yield ""
-    yield (
-        "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, layer "
-        f"in load, fragmentation ({FRAGMENTATION:.0%} of a phase's own tensors); counted: the rest"
+    yield _fill(
+        "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, "
+        f"engine's sampler tables, layer in load, fragmentation ({FRAGMENTATION:.0%} of a phase's "
+        "own tensors); counted: the rest"
     )
-    yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
-    yield (
-        f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
-        f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
-        "full length;"
-    )
+    yield _fill(f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}")
     # A step may have fewer sequences than fit.
     num_running = min(cache.full_length, cache.sequences)
-    yield f"  {num_running} of them of full length run at one time, others wait their turn"
-    if cache.full_length:
-        yield (
-            "step, s, every completion at full length (a model: shares of the card's ceilings): "
-            f"{plan.step_s:.1f}"
+    yield _fill(
+        f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
+        f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
+        f"full length; {num_running} of them of full length run at one time, others wait"
+    )
+    if advised is not None:
+        larger = advised.plan.kv_cache
+        yield _fill(
+            f"memory is free in rollout: {advised.overrides[0]} would run "
+            f"{min(larger.full_length, larger.sequences)} of them at one time, not {num_running}"
         )
+    if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
-        yield f"  {seconds}; rewards, evaluation and checkpoints not counted"
+        yield _fill(
+            "step, s, every completion at full length (a model: shares of the card's ceilings): "
+            f"{plan.step_s:.1f}: {seconds}; rewards, evaluation and checkpoints not counted"
+        )
     else:
         yield "no time of a step: the KV cache holds no sequence of full length"
     if plan.fits:
@@ -147,13 +168,27 @@ def _text_lines(plan: Plan, proposals: Sequence[Suggestion]) -> Iterator[str]:
     yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
     for suggestion in proposals:
         seconds = f", step {suggestion.plan.step_s:.1f} s"
-        yield (
+        yield _fill(
             f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB"
             f"{seconds if suggestion.plan.kv_cache.full_length else ''}"
+            f"{'; changes the training: adapters alone' if suggestion.changes_training else ''}"
         )
 
 
-def _as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
+def _fill(line: str, *, indent: int = 4) -> str:
+    """Returns the line broken between words, with `indent` blanks before what follows."""
+    return textwrap.fill(
+        line,
+        _COLUMNS,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _as_json(
+    plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
+) -> dict[str, Any]:
     cache = plan.kv_cache
     return {
         "fits": plan.fits,
@@ -183,15 +218,20 @@ def _as_json(plan: Plan, proposals: Sequence[Suggestion]) -> dict[str, Any]:
         },
         "step_s": plan.step_s,
         "step_s_by_phase": plan.time,
-        "suggestions": [
-            {
-                "overrides": list(suggestion.overrides),
-                "fits": suggestion.plan.fits,
-                "margin_gib": suggestion.plan.margin_gib,
-                "step_s": suggestion.plan.step_s,
-            }
-            for suggestion in proposals
-        ],
+        "suggestions": [_suggestion_json(suggestion) for suggestion in proposals],
+        "larger_cache": None if advised is None else _suggestion_json(advised),
+    }
+
+
+def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+    plan = suggestion.plan
+    return {
+        "overrides": list(suggestion.overrides),
+        "fits": plan.fits,
+        "margin_gib": plan.margin_gib,
+        "step_s": plan.step_s,
+        "full_length_at_once": plan.kv_cache.full_length,
+        "changes_training": suggestion.changes_training,
     }
 
 

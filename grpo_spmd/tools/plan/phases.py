@@ -57,6 +57,7 @@ from grpo_spmd.tools.plan.step_time import (
     graph_bytes,
     layer_in_reload,
     nccl_bytes,
+    sampler_tables,
     step_time,
     with_fragmentation,
 )
@@ -67,6 +68,10 @@ Lengths = Sequence[tuple[int, int]]
 _BLOCK = 16
 # The smallest chunk of logits that is suggested.
 _MIN_CHUNK = 256
+# Fraction of the card that stays free where more memory is advised for the KV cache.
+_SPARE = 0.05
+# Adapters of this rank are planned where nothing else fits.
+_LORA = "model.lora.rank=16"
 # The smallest micro-batch that auto becomes, if it holds a rollout.
 _MIN_MICRO_BATCH = 1024
 # Purposes whose bytes are estimates (step_time.py); those of all others are counted.
@@ -76,6 +81,7 @@ _ESTIMATED = frozenset(
         "NCCL",
         "CUDA graphs, workspaces",
         "engine's activations",
+        "engine's sampler tables",
         "layer in load",
         "fragmentation",
     }
@@ -342,7 +348,7 @@ def make_plan(case: Case, folder: Path) -> Plan:
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
     host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
-    host["engine's weights, asleep"] = engine_backup(config, case.model)
+    host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
     return Plan(
@@ -392,7 +398,7 @@ def kv_cache(case: Case) -> KvCache:
     if not isinstance(num_bytes, int):
         budget = int(rollout.gpu_memory_utilization * case.card.gib * GIB)
         num_bytes = budget - engine_weights(config, case.model)
-        num_bytes -= engine_activations(case) + graph_bytes(case)
+        num_bytes -= engine_activations(case) + sampler_tables(case) + graph_bytes(case)
     token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.tensor_parallel_size)
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
     sequences = sequences_of_engine(config, case.num_ranks)
@@ -432,6 +438,7 @@ def plan_phases(
     awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
     in_sync = awake or policy
     engine = Usage({"engine's weights": engine_weights(config, case.model)})
+    engine["engine's sampler tables"] = sampler_tables(case)
     bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
     buffers = Usage(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
     buffers["layer in load"] = layer_in_reload(case)
@@ -511,22 +518,64 @@ class Suggestion:
     overrides: tuple[str, ...]
     plan: Plan
 
+    @property
+    def changes_training(self) -> bool:
+        """True if other parameters would be trained."""
+        return _LORA in self.overrides
+
+
+def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
+    """Returns a larger share of the card for the engine, with which more sequences run at one time.
+
+    None if the plan does not fit, if all sequences of a step run together, or if too little memory
+    is free while the engine is awake.
+    """
+    cache, rollout = plan.kv_cache, plan.case.config.rollout
+    if not plan.fits or cache.full_length >= cache.sequences:
+        return None
+    with_cache = plan.phases.keys() & {"rollout", "reward", "eval"}
+    free = min(plan.margin_of(phase) for phase in with_cache)
+    share = rollout.gpu_memory_utilization + free / plan.case.card.gib - _SPARE
+    override = f"rollout.gpu_memory_utilization={int(share * 100) / 100:g}"
+    with suppress(ConfigError):
+        advised = Suggestion((override,), replan((override,)))
+        if advised.plan.fits and advised.plan.kv_cache.full_length > cache.full_length:
+            return advised
+    return None
+
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     """Returns overrides that make the plan fit; an empty list if it fits already.
 
     If single overrides are enough, each of them is a suggestion, the cheapest in time first. Else
     overrides are added one by one, each time the one that leaves most room. They are returned as
-    one suggestion, which may still not fit.
+    one suggestion, which may still not fit. Then adapters are tried in the place of all parameters.
     """
     if plan.fits:
         return []
-    short = {phase for phase in plan.phases if plan.margin_of(phase) < 0}
-    candidates = _try_changes(Suggestion((), plan), replan, short)
+    candidates = _try_changes(Suggestion((), plan), replan, _lacking(plan))
     fitting = [candidate for candidate in candidates if candidate.plan.fits]
     if fitting:
         return sorted(fitting, key=_cost)
-    best = Suggestion((), plan)
+    best = _add_up(Suggestion((), plan), candidates, replan)
+    if not best.plan.fits and not plan.case.config.model.lora.rank:
+        # Some configs cannot train adapters.
+        with suppress(ConfigError):
+            start = Suggestion((_LORA,), replan((_LORA,)))
+            changed = [] if start.plan.fits else _try_changes(start, replan, _lacking(start.plan))
+            adapters = _add_up(start, changed, replan)
+            best = adapters if adapters.plan.fits else best
+    return [best] if best.overrides else []
+
+
+def _lacking(plan: Plan) -> set[str]:
+    """Returns the phases that lack room."""
+    return {phase for phase in plan.phases if plan.margin_of(phase) < 0}
+
+
+def _add_up(start: Suggestion, candidates: list[Suggestion], replan: Planner) -> Suggestion:
+    """Returns `start` with overrides added, each time the one that leaves most room."""
+    best = start
     while candidates:
         candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
         if candidate.plan.margin_gib <= best.plan.margin_gib:
@@ -534,7 +583,7 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
         best = candidate
         # A change that does not help the tightest phase cannot leave more room.
         candidates = [] if best.plan.fits else _try_changes(best, replan, {best.plan.tightest})
-    return [best] if best.overrides else []
+    return best
 
 
 def _cost(suggestion: Suggestion) -> tuple[float, int, float]:

@@ -50,10 +50,6 @@ LOGIT_BYTES = {"plain": (64, 50), "fused": (4, 10)}
 # Fraction of the trainer's live bytes that its allocator loses as holes when memory is short. It
 # keeps more (torchtitan#165: 52 % of a card live, 63 % reserved), but gives that back then.
 FRAGMENTATION = 0.05
-# Bytes of each logit at the peak of vLLM's sampler over all its sequences: the product, float32
-# logits and logprobs, sorted values with their int64 indices, probabilities
-# (v1/sample/ops/topk_topp_sampler.py, 0.32; its profiling run samples with top-p and top-k).
-_SAMPLER_BYTES = 2 + 4 + 4 + 4 + 8 + 4
 # Fraction of a card's peak that matrix products reach. torchtitan's Llama 3 8B under FSDP2 had 33
 # to 39 % of an H100's dense peak, 57 % of an A100's (benchmarks/llama3_h100_202412_torchtitan.md,
 # docs/performance.md there).
@@ -67,8 +63,12 @@ LINK_FRACTION = 0.7
 # 400 Gb/s for each GPU, as in torchtitan's runs.
 BETWEEN_NODES_GB_S = 50.0
 RANKS_PER_NODE = 8
-# Time that the host adds to one step of vLLM with CUDA graphs: a guess.
-ENGINE_STEP_S = 0.003
+# The host's time for one step of vLLM, and for each running sequence in it. The scheduler's and
+# the output's Python take 24.8 to 38 microseconds a sequence on a Xeon of 2 shared cores
+# (benchmarks/run.sh engine_host), 12 to 21 on an EPYC, which is rather like the hosts of GPUs:
+# this is its slow end. To prepare and launch a step is thought to take the V2 runner 1.5 to 3 ms.
+ENGINE_STEP_S = 0.002
+ENGINE_SEQUENCE_S = 20e-6
 # Bytes that AdamW reads and writes for each parameter.
 ADAMW_BYTES = 28
 # Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
@@ -141,16 +141,35 @@ def graph_bytes(case: Case) -> int:
 def engine_activations(case: Case) -> int:
     """Returns the bytes that vLLM reserves for its forward pass.
 
-    They are the larger of an MLP over all tokens of a batch, and of the sampler over all sequences.
-    The sizes of both are vLLM's defaults for the card (EngineArgs.get_batch_defaults, 0.32).
+    They are the larger of an MLP over all tokens of a batch, and of the logits of all sequences:
+    the profiling run of the V2 runner samples at temperature 1, which copies no logits.
     """
     engine, sizes = case.config.rollout.engine, case.sizes
-    is_large = case.card.gib >= 70 and "A100" not in case.card.name
-    tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
-    sequences = engine.get("max_num_seqs") or (1024 if is_large else 256)
+    tokens = engine.get("max_num_batched_tokens") or (16384 if _has_large_batches(case) else 8192)
     intermediate = 3 * sizes.intermediate // case.config.rollout.tensor_parallel_size
     mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
-    return max(mlp, sequences * sizes.vocabulary * _SAMPLER_BYTES)
+    return max(mlp, _engine_places(case) * sizes.vocabulary * case.itemsize)
+
+
+def sampler_tables(case: Case) -> int:
+    """Returns the bytes of the V2 runner's tables for penalties, which lie in its pool of weights.
+
+    Each place for a sequence has an int32 count of each token, and a bit for each token of the
+    prompt (v1/worker/gpu/sample/penalties.py, 0.26 to 0.33). No sampling of ours uses them.
+    """
+    vocabulary = case.sizes.vocabulary
+    return _engine_places(case) * 4 * (vocabulary + -(-vocabulary // 32))
+
+
+def _engine_places(case: Case) -> int:
+    """Returns how many sequences vLLM makes place for."""
+    default = 1024 if _has_large_batches(case) else 256
+    return int(case.config.rollout.engine.get("max_num_seqs") or default)
+
+
+def _has_large_batches(case: Case) -> bool:
+    """True if vLLM's defaults for the card are the large ones (EngineArgs.get_batch_defaults)."""
+    return case.card.gib >= 70 and "A100" not in case.card.name
 
 
 def layer_in_reload(case: Case) -> int:
@@ -342,7 +361,9 @@ def _rollout_s(case: Case, num_running: int) -> float:
     # Two all-reduces of the sequences' hidden states in each layer and step.
     hidden_bytes = num_running * work.sizes.hidden * work.itemsize
     reduced = 4 * work.sizes.layers * hidden_bytes * completion if tp > 1 else 0
-    round_s = decode + reduced / speed.link + completion * ENGINE_STEP_S
+    # Scheduling is asynchronous: the host prepares a step while the device works on the one before.
+    host = completion * (ENGINE_STEP_S + ENGINE_SEQUENCE_S * num_running)
+    round_s = max(decode + reduced / speed.link, host)
     groups = -(-sequences // case.config.rollout.group_size)
     prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
     return sequences / num_running * round_s + prefill
