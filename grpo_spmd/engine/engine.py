@@ -8,6 +8,7 @@ the step whose weights the engine holds.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -71,12 +72,13 @@ class RolloutEngine:
         session: Session,
         stop_token_ids: Iterable[int],
         should_abort: Callable[[], bool] = lambda: False,
+        num_sequences: float = math.inf,
     ) -> None:
         """Collective. Starts the engine with dummy weights, then puts it to sleep.
 
         The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
         longest completion. `should_abort` is called before each step of a shared generation; once
-        True it must stay True."""
+        True it must stay True. `num_sequences` is the most that an engine gets at one time."""
         self._rollout = rollout
         self._session = session
         self._should_abort = should_abort
@@ -112,7 +114,9 @@ class RolloutEngine:
         ):
             # These warnings are about vLLM's own use of torch.
             warnings.simplefilter("ignore", FutureWarning)
-            self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
+            self._llm = start_vllm(
+                model, rollout, max_rollout_tokens, session=session, num_sequences=num_sequences
+            )
         self._engine = self._llm.llm_engine
         running_engines.add(self._engine)
         warn_of_slow_seeds(self._engine.vllm_config, session.device.type)

@@ -18,13 +18,14 @@ from grpo_spmd.checks.memory import (
     extra_passes,
     kv_bytes_per_token,
     micro_batches_per_step,
+    most_sequences,
     replica_ranks,
     state_of,
 )
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import Dimensions, ModelFacts
-from grpo_spmd.observe.cards import Card
+from grpo_spmd.observe.cards import Card, is_large_for_vllm, max_num_seqs
 
 GIB = 2**30
 # Driver and kernels of one process, loaded when they are used: 0.3 to 0.4 GiB in
@@ -145,9 +146,10 @@ def engine_activations(case: Case) -> int:
     The sizes of both are vLLM's defaults for the card (EngineArgs.get_batch_defaults, 0.32).
     """
     engine, sizes = case.config.rollout.engine, case.sizes
-    is_large = case.card.gib >= 70 and "A100" not in case.card.name
+    name, gib = case.card.name, case.card.gib
+    is_large = is_large_for_vllm(name, gib)
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
-    sequences = engine.get("max_num_seqs") or (1024 if is_large else 256)
+    sequences = max_num_seqs(name, gib, engine, most_sequences(case.config, case.num_ranks))
     intermediate = 3 * sizes.intermediate // case.config.rollout.tensor_parallel_size
     mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
     return max(mlp, sequences * sizes.vocabulary * _SAMPLER_BYTES)
