@@ -214,6 +214,12 @@ STATES = (
         "vllm.config.SchedulerConfig.max_num_seqs",
         "how many jobs an engine takes from the shared queue",
     ),
+    Row("vllm.config.VllmConfig.cache_config", "what an engine's cache holds"),
+    Row(
+        "vllm.config.CacheConfig.num_gpu_blocks",
+        "how many requests the shared queue expects to run at once; known once the cache is there",
+    ),
+    Row("vllm.config.CacheConfig.block_size", "the same, in tokens"),
     Row(
         "vllm.config.VllmConfig.use_v2_model_runner",
         "V1's sampler loops over seeds in Python: a warning where it runs on a GPU",
