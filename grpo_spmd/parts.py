@@ -23,7 +23,7 @@ from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
 from grpo_spmd.checks.fit import Decision, decide_for_device, keep_recorded
 from grpo_spmd.checks.inputs import Inputs
-from grpo_spmd.checks.memory import engine_tokens
+from grpo_spmd.checks.memory import engine_tokens, most_sequences
 from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.load import decided, with_cpu_defaults
 from grpo_spmd.config.schema import Config
@@ -231,6 +231,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         session,
         stop_ids,
         preemption.should_abort,
+        most_sequences(config, session.world_size, sum(map(len, held_out.values()))),
     )
     temperature = config.rollout.temperature
     policy = build_policy(

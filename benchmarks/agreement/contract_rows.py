@@ -74,6 +74,16 @@ OPTIONS = (
     _option("kv_cache_memory_bytes", "on a CPU vLLM would ask for nearly all memory on each rank"),
     _option("enable_chunked_prefill", "on a CPU: False, since a CPU generator cannot be set back"),
     _option("max_num_batched_tokens", "on a CPU: room for the longest sequence in one step"),
+    _option("max_num_seqs", "on a GPU: what an engine can get in a step (checks/memory.py)"),
+    Row(
+        "vllm.engine.arg_utils.EngineArgs.get_batch_defaults",
+        "observe/cards.py knows on which GPUs the default is 1,024 sequences and on which 256",
+        says=(
+            "device_memory >= 70 * GiB_bytes and 'a100' not in device_name",
+            "UsageContext.LLM_CLASS: 1024",
+            "UsageContext.LLM_CLASS: 256",
+        ),
+    ),
     _option(
         "disable_custom_all_reduce",
         "what a user sets who wants expandable segments with tensor parallelism",
@@ -204,6 +214,12 @@ STATES = (
         "vllm.config.SchedulerConfig.max_num_seqs",
         "how many jobs an engine takes from the shared queue",
     ),
+    Row("vllm.config.VllmConfig.cache_config", "what an engine's cache holds"),
+    Row(
+        "vllm.config.CacheConfig.num_gpu_blocks",
+        "how many requests the shared queue expects to run at once; known once the cache is there",
+    ),
+    Row("vllm.config.CacheConfig.block_size", "the same, in tokens"),
     Row(
         "vllm.config.VllmConfig.use_v2_model_runner",
         "V1's sampler loops over seeds in Python: a warning where it runs on a GPU",

@@ -363,6 +363,18 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
     return -(-config.rollout.num_launched_prompts // engines) * config.rollout.group_size
 
 
+def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.inf) -> float:
+    """Returns the most sequences that one engine gets at one time.
+
+    `num_held_out` counts the prompts of all held-out sets; without it, as where no data is read,
+    an evaluation has no bound. A judge gets one text for each completion, so never more."""
+    engines = num_ranks // config.rollout.tensor_parallel_size
+    rollouts = sequences_of_engine(config, num_ranks)
+    # An evaluation distributes completions, not prompts.
+    is_on = config.eval.every_steps > 0
+    return max(rollouts, num_held_out * config.eval.num_samples / engines if is_on else 0)
+
+
 def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the engine's memory on one rank."""
     itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size

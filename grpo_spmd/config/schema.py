@@ -175,7 +175,8 @@ class RolloutConfig:
     """MiB gathered at a time in the weight sync, over all ranks of a gather; null: 256 on GPUs, 16
     on a CPU"""
     engine: dict[str, Any] = _no_entries()
-    """further arguments for vllm.LLM"""
+    """further arguments for vllm.LLM; on GPUs max_num_seqs is by default what an engine can get in
+    a step: at least 256, at most vLLM's own default"""
 
     @property
     def num_launched_prompts(self) -> int:

@@ -8,6 +8,7 @@ the step whose weights the engine holds.
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -20,7 +21,12 @@ from tqdm import tqdm
 
 from grpo_spmd.config.schema import ModelConfig, RolloutConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import any_rank, barrier, on_first_in_group
+from grpo_spmd.distributed.collectives import (
+    all_gather_numbers,
+    any_rank,
+    barrier,
+    on_first_in_group,
+)
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
@@ -28,6 +34,7 @@ from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
 from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.reload import EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
+    Capacity,
     ConversationId,
     Conversations,
     EarlyStop,
@@ -71,12 +78,13 @@ class RolloutEngine:
         session: Session,
         stop_token_ids: Iterable[int],
         should_abort: Callable[[], bool] = lambda: False,
+        num_sequences: float = math.inf,
     ) -> None:
         """Collective. Starts the engine with dummy weights, then puts it to sleep.
 
         The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
         longest completion. `should_abort` is called before each step of a shared generation; once
-        True it must stay True."""
+        True it must stay True. `num_sequences` is the most that an engine gets at one time."""
         self._rollout = rollout
         self._session = session
         self._should_abort = should_abort
@@ -112,10 +120,19 @@ class RolloutEngine:
         ):
             # These warnings are about vLLM's own use of torch.
             warnings.simplefilter("ignore", FutureWarning)
-            self._llm = start_vllm(model, rollout, max_rollout_tokens, session)
+            self._llm = start_vllm(
+                model, rollout, max_rollout_tokens, session=session, num_sequences=num_sequences
+            )
         self._engine = self._llm.llm_engine
         running_engines.add(self._engine)
-        warn_of_slow_seeds(self._engine.vllm_config, session.device.type)
+        vllm_config = self._engine.vllm_config
+        warn_of_slow_seeds(vllm_config, session.device.type)
+        # GPUs may differ in free memory, and all ranks must compute the same schedule.
+        cache = vllm_config.cache_config
+        self._capacity = Capacity(
+            min(all_gather_numbers(vllm_config.scheduler_config.max_num_seqs)),
+            min(all_gather_numbers(cache.num_gpu_blocks * cache.block_size)),
+        )
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         restore_hf_classes(self._model)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
@@ -320,9 +337,9 @@ class RolloutEngine:
         result is void (`Preemption.guard`). Jobs that `hooks.early_stop` ends are not returned.
         """
         is_static = self._rollout.schedule == "static" or self.num_engines == 1
-        max_num_seqs = None if is_static else self._engine.vllm_config.scheduler_config.max_num_seqs
+        num_at_once = None if is_static else self._capacity.num_requests(expected_tokens)
         max_in_flight, num_dealt = share_out(
-            len(job_sizes), max(job_sizes, default=1), self.num_engines, max_num_seqs
+            len(job_sizes), max(job_sizes, default=1), self.num_engines, num_at_once
         )
         schedule = deal(job_sizes, expected_tokens, num_dealt, self.num_engines)
         queue = f"jobs/{self._num_shared_calls}"

@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
+from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -104,19 +105,39 @@ class JobSchedule(NamedTuple):
     """The other jobs, in the order in which engines claim them."""
 
 
+@dataclass(frozen=True)
+class Capacity:
+    """Says how much vLLM runs at once in an engine, equal on all ranks."""
+
+    max_num_seqs: int
+    kv_cache_tokens: int
+
+    def num_requests(self, expected_tokens: Sequence[float] | None) -> int:
+        """Returns how many requests run at once, by the expected tokens of a completion of each
+        job.
+
+        While it runs, a completion takes half of its length in the cache, on average: by its whole
+        length an engine would start with a batch that is too small. Its prompt is not counted,
+        which a group shares. Without lengths `max_num_seqs` alone counts."""
+        mean_tokens = fmean(expected_tokens or [0])
+        if not mean_tokens:
+            return self.max_num_seqs
+        return min(self.max_num_seqs, max(1, int(2 * self.kv_cache_tokens / mean_tokens)))
+
+
 def share_out(
-    num_jobs: int, job_size: int, num_engines: int, max_num_seqs: int | None
+    num_jobs: int, job_size: int, num_engines: int, num_at_once: int | None
 ) -> tuple[int, int]:
     """Returns two upper bounds for an engine: requests in flight, and jobs at the start.
 
-    `job_size` is the number of conversations of the largest job, `max_num_seqs` the number of
+    `job_size` is the number of conversations of the largest job, `num_at_once` the number of
     requests that vLLM runs at once. An engine with fewer requests in flight claims a queued job. Up
     to `job_size` - 1 of its requests then wait in vLLM, so that it never runs out of work. If
-    `max_num_seqs` is None, all jobs are dealt at the start."""
+    `num_at_once` is None, all jobs are dealt at the start."""
     fair_share = -(-num_jobs // num_engines)
-    if max_num_seqs is None:
+    if num_at_once is None:
         return fair_share * job_size, fair_share
-    max_in_flight = min(max_num_seqs, fair_share * job_size)
+    max_in_flight = min(num_at_once, fair_share * job_size)
     return max_in_flight, min(max_in_flight // job_size, num_jobs // num_engines)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import os
 import random
 import tempfile
@@ -29,6 +30,7 @@ from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refuse
 from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules
+from grpo_spmd.observe.cards import max_num_seqs
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
 
 _log = logging.getLogger("grpo_spmd")
@@ -45,11 +47,17 @@ logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 # Half of vLLM's imports happen at its start, and the garbage collector would slow them down.
 @garbage_collector_off()
 def start_vllm(
-    model: ModelConfig, rollout: RolloutConfig, max_rollout_tokens: int, session: Session
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    max_rollout_tokens: int,
+    *,
+    session: Session,
+    num_sequences: float = math.inf,
 ) -> Any:
     """Collective. Returns a vllm.LLM with dummy weights, over `rollout.tensor_parallel_size` ranks.
 
-    Raises ConfigError if the config is the likely reason that vLLM does not start."""
+    `num_sequences` is the most that an engine gets at one time. Raises ConfigError if the config is
+    the likely reason that vLLM does not start."""
     device = session.device.type
     refuse_unshareable_segments(rollout, device)
     keep_caches_on_node()
@@ -93,6 +101,9 @@ def start_vllm(
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": step_tokens,
         }
+    else:
+        name, gib = torch.cuda.get_device_name(session.device), total_bytes(session.device) / _GIB
+        options["max_num_seqs"] = max_num_seqs(name, gib, rollout.engine, num_sequences)
     try:
         return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
     except Exception as error:

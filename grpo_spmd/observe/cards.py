@@ -5,8 +5,11 @@ The figures serve MFU and the planning of runs. Imports no torch.
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 
@@ -63,6 +66,27 @@ def find_device(device_name: str, gib: float | None = None) -> Card | None:
         if is_named and (gib is None or abs(card.gib - gib) < 0.15 * card.gib):
             return card
     return None
+
+
+def is_large_for_vllm(device_name: str, gib: float) -> bool:
+    """Returns True if vLLM's defaults are those of a large GPU: 16,384 tokens and 1,024 sequences
+    in a batch, not 8,192 and 256 (EngineArgs.get_batch_defaults, 0.26 to 0.33)."""
+    return gib >= 70 and "A100" not in device_name.upper()
+
+
+def max_num_seqs(
+    device_name: str, gib: float, options: Mapping[str, Any], num_sequences: float
+) -> int:
+    """Returns how many sequences vLLM runs at one time on a GPU.
+
+    That is the one in its `options`, which are the user's. Else it is vLLM's default, or fewer if
+    an engine gets at most `num_sequences`: vLLM has tables of the vocabulary for all of them."""
+    if options.get("max_num_seqs"):
+        return int(options["max_num_seqs"])
+    default = 1024 if is_large_for_vllm(device_name, gib) else 256
+    # vLLM refuses fewer tokens in a batch than sequences, unless both are its own defaults.
+    limit = min(default, options.get("max_num_batched_tokens") or default)
+    return math.ceil(min(limit, max(256, num_sequences)))
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -516,8 +516,11 @@ def test_only_where_keys_were_given_are_they_the_reason(
     from grpo_spmd.config.schema import ModelConfig, RolloutConfig
     from grpo_spmd.engine import start
 
+    options: dict[str, Any] = {}
+
     class Fails:
-        def __init__(self, **_: Any) -> None:
+        def __init__(self, **kwargs: Any) -> None:
+            options.update(kwargs)
             raise KeyError("FOO")
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Fails))
@@ -528,11 +531,16 @@ def test_only_where_keys_were_given_are_they_the_reason(
     ):
         monkeypatch.setattr(start, name, lambda *_: None)
     session: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=1, attempt=0)
-    rollout = RolloutConfig(engine={"attention_backend": "FOO"} if with_keys else {})
+    monkeypatch.setattr(start, "total_bytes", lambda device: 80 << 30)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
+    keys = {"attention_backend": "FOO", "max_num_seqs": 5} if with_keys else {}
+    rollout = RolloutConfig(engine=keys)
     with pytest.raises(ConfigError if with_keys else KeyError) as result:
-        start.start_vllm(ModelConfig(path="x"), rollout, 8, session)
+        start.start_vllm(ModelConfig(path="x"), rollout, 8, session=session, num_sequences=300)
+    assert options["max_num_seqs"] == (5 if with_keys else 300)
     if with_keys:
-        assert "vLLM did not start with attention_backend: KeyError: 'FOO'" in str(result.value)
+        text = "vLLM did not start with attention_backend, max_num_seqs: KeyError: 'FOO'"
+        assert text in str(result.value)
 
 
 def test_keys_that_another_leaves_without_effect_are_worth_a_look(folder: Path) -> None:

@@ -4,6 +4,7 @@ its command."""
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from grpo_spmd.checks.memory import most_sequences
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import ModelFacts, read_model
-from grpo_spmd.observe.cards import CARDS, Card, find_card, peak_tflops
+from grpo_spmd.observe.cards import CARDS, Card, find_card, max_num_seqs, peak_tflops
 from grpo_spmd.tools.plan.__main__ import main
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, at_full_depth, parameter_shapes
 from grpo_spmd.tools.plan.phases import (
@@ -209,6 +211,7 @@ MODEL = ModelFacts(
     SHAPES, {**SIZES, "head_dim": 16, "intermediate_size": 48, "vocab_size": 100}, "here"
 )
 CARD = Card("made up", 2.0, 100, 1000, 100)
+EVAL = ["eval.every_steps=1", "eval.num_samples=3", "data.eval=none.jsonl"]
 # a layer: 2,048 + 1,024 + 1,024 + 2,048 + 1,536 = 7,680; twice, and 3,200: 18,560; of 4 ranks 4,640
 NUMEL, SHARD = 18_560, 4_640
 
@@ -290,6 +293,55 @@ def test_what_is_live_in_each_phase_by_hand(tmp_path: Path) -> None:
         | {"fragmentation": int(0.05 * sum(buffers.values()))}
         | buffers
     )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_ranks", "num_held_out", "expected"),
+    [
+        # 2 engines of 2 ranks, 8 prompts of 4: 16 each, and tables for 256 cost little
+        (["rollout.tensor_parallel_size=2"], 4, 0, 256),
+        # 150 prompts of 4 for one engine, and for two
+        (["rollout.num_prompts_per_step=150"], 1, 0, 600),
+        (["rollout.num_prompts_per_step=150"], 2, 0, 300),
+        # tail batching begins 225; 900 completions
+        (["rollout.num_prompts_per_step=150", "rollout.tail_batching=1.5"], 1, 0, 900),
+        (["rollout.num_prompts_per_step=1000"], 1, 0, 1024),
+        # ceil(267 x 3 / 2 engines) of an evaluation; nobody evaluates; a number that is not known
+        ([*EVAL, "rollout.tensor_parallel_size=2"], 4, 267, 401),
+        ([], 1, 267, 256),
+        (EVAL, 1, math.inf, 1024),
+        ([], 1, math.inf, 256),
+        # a batch of 300 tokens has no room for more; what a user says is not changed
+        (["rollout.num_prompts_per_step=150", "rollout.engine={max_num_batched_tokens: 300}"],
+         1, 0, 300),
+        ([*EVAL, "rollout.engine={max_num_seqs: 7}"], 1, math.inf, 7),
+    ],
+)  # fmt: skip
+def test_the_engine_runs_what_it_can_get_at_one_time(
+    tmp_path: Path, overrides: list[str], num_ranks: int, num_held_out: float, expected: int
+) -> None:
+    config = by_hand(tmp_path, *overrides)
+    most = most_sequences(config, num_ranks, num_held_out)
+    limits = [
+        max_num_seqs(name, gib, config.rollout.engine, most)
+        for name, gib in (("NVIDIA H100", 79.1), ("a card", 24.0), ("NVIDIA A100-SXM4", 79.2))
+    ]
+    # These GPUs get no more than vLLM itself would take for them.
+    assert limits == [expected, min(expected, 256), min(expected, 256)]
+
+
+def test_the_planner_counts_the_sampler_for_as_many(tmp_path: Path) -> None:
+    def activations(gib: float, **engine: int) -> int:
+        options = {"max_num_batched_tokens": 1000, **engine}
+        words = [f"{name}: {value}" for name, value in options.items()]
+        overrides = ["rollout.num_prompts_per_step=150", f"rollout.engine={{{', '.join(words)}}}"]
+        return engine_activations(Case(by_hand(tmp_path, *overrides), MODEL, cards[gib], 1))
+
+    cards = {gib: replace(CARD, gib=gib) for gib in (2.0, 80.0)}
+    # 150 prompts of 4 on a large card, vLLM's 256 on another
+    assert activations(80.0) == activations(80.0, max_num_seqs=600)
+    assert activations(2.0) == activations(2.0, max_num_seqs=256) < activations(80.0)
+    assert activations(80.0) < activations(80.0, max_num_seqs=1000)
 
 
 def test_offload_and_adapters_by_hand(tmp_path: Path) -> None:

@@ -4,11 +4,14 @@ to the same."""
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from grpo_spmd.engine.requests import deal, share_out
+from grpo_spmd.config.schema import RolloutConfig
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import Capacity, GenerationHooks, deal, share_out
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rollout import sample
 from grpo_spmd.rollout.sample import ExpectedLengths
@@ -49,6 +52,49 @@ def test_every_job_is_there_once_and_none_is_longer_than_those_before_it(seed: i
             (lengths[job] for job in jobs), reverse=True
         )
     assert not queued or not started or min(lengths[job] for job in started) >= lengths[queued[0]]
+
+
+def test_a_small_cache_leaves_groups_in_the_queue() -> None:
+    """128 groups of 8 for 8 engines. Where all run at once, each gets its 16; where 38 do, 4."""
+    assert share_out(128, 8, 8, 1024) == (128, 16)
+    assert share_out(128, 8, 8, 38) == (38, 4)
+    dealt, queued = deal([8] * 128, None, 4, 8)
+    assert ([len(jobs) for jobs in dealt], len(queued)) == ([4] * 8, 128 - 8 * 4)
+    # A cache of 38 completions of 5,000 tokens, each of which is there by half on average.
+    capacity = Capacity(256, 38 * 2500)
+    assert capacity.num_requests([5000.0] * 128) == 38
+    # The mean counts, not the longest; 2,400 more tokens hold no 39th.
+    assert capacity.num_requests([1000.0, 9000.0]) == 38
+    assert Capacity(256, 38 * 2500 + 2400).num_requests([5000.0]) == 38
+    # Nothing is known, or nothing is to be sampled; vLLM runs no more; one always runs.
+    assert [capacity.num_requests(tokens) for tokens in (None, [], [0.0] * 4)] == [256] * 3
+    assert capacity.num_requests([100.0]) == 256
+    assert capacity.num_requests([1e9]) == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected_tokens", "in_flight", "num_dealt"),
+    [
+        ("shared_queue", 5000.0, 38, 4),
+        ("shared_queue", 0.0, 128, 16),
+        ("static", 5000.0, 128, 16),
+    ],
+)
+def test_the_engine_starts_with_what_its_cache_holds(
+    schedule: str, expected_tokens: float, in_flight: int, num_dealt: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def generate(batches: Iterator[Any], max_in_flight: int, *_: Any, **__: Any) -> None:
+        seen.append((max_in_flight, len(next(batches))))
+
+    engine: Any = object.__new__(RolloutEngine)
+    engine._rollout = RolloutConfig(schedule=schedule)  # type: ignore[arg-type]
+    engine._capacity = Capacity(256, 38 * 2500)
+    engine.num_engines, engine.engine_rank, engine._num_shared_calls = 8, 3, 0
+    engine._claim, engine._generate = lambda *_: None, generate
+    engine.generate_shared([8] * 128, GenerationHooks(lambda *_: None), 1, [expected_tokens] * 128)
+    assert seen == [(in_flight, 8 * num_dealt)]
 
 
 def prompt(row: int) -> Prompt:

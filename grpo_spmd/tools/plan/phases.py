@@ -53,6 +53,7 @@ from grpo_spmd.tools.plan.step_time import (
     RECOMPUTED,
     Case,
     engine_activations,
+    engine_places,
     forward_s,
     graph_bytes,
     layer_in_reload,
@@ -411,7 +412,7 @@ def kv_cache(case: Case) -> KvCache:
         tokens=tokens,
         longest_bytes=_round_to_blocks(engine_tokens(config)) * token,
         needed_tokens=needed,
-        full_length=min(num_running, rollout.engine.get("max_num_seqs") or tokens),
+        full_length=min(num_running, engine_places(case)),
         sequences=sequences,
     )
 

@@ -18,13 +18,14 @@ from grpo_spmd.checks.memory import (
     extra_passes,
     kv_bytes_per_token,
     micro_batches_per_step,
+    most_sequences,
     replica_ranks,
     state_of,
 )
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import Dimensions, ModelFacts
-from grpo_spmd.observe.cards import Card
+from grpo_spmd.observe.cards import Card, is_large_for_vllm, max_num_seqs
 
 GIB = 2**30
 # Driver and kernels of one process, loaded when they are used: 0.3 to 0.4 GiB in
@@ -145,10 +146,11 @@ def engine_activations(case: Case) -> int:
     the profiling run of the V2 runner samples at temperature 1, which copies no logits.
     """
     engine, sizes = case.config.rollout.engine, case.sizes
-    tokens = engine.get("max_num_batched_tokens") or (16384 if _has_large_batches(case) else 8192)
+    is_large = is_large_for_vllm(case.card.name, case.card.gib)
+    tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
     intermediate = 3 * sizes.intermediate // case.config.rollout.tensor_parallel_size
     mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
-    return max(mlp, _engine_places(case) * sizes.vocabulary * case.itemsize)
+    return max(mlp, engine_places(case) * sizes.vocabulary * case.itemsize)
 
 
 def sampler_tables(case: Case) -> int:
@@ -158,18 +160,13 @@ def sampler_tables(case: Case) -> int:
     prompt (v1/worker/gpu/sample/penalties.py, 0.26 to 0.33). No sampling of ours uses them.
     """
     vocabulary = case.sizes.vocabulary
-    return _engine_places(case) * 4 * (vocabulary + -(-vocabulary // 32))
+    return engine_places(case) * 4 * (vocabulary + -(-vocabulary // 32))
 
 
-def _engine_places(case: Case) -> int:
+def engine_places(case: Case) -> int:
     """Returns how many sequences vLLM makes place for."""
-    default = 1024 if _has_large_batches(case) else 256
-    return int(case.config.rollout.engine.get("max_num_seqs") or default)
-
-
-def _has_large_batches(case: Case) -> bool:
-    """True if vLLM's defaults for the card are the large ones (EngineArgs.get_batch_defaults)."""
-    return case.card.gib >= 70 and "A100" not in case.card.name
+    most = most_sequences(case.config, case.num_ranks)
+    return max_num_seqs(case.card.name, case.card.gib, case.config.rollout.engine, most)
 
 
 def layer_in_reload(case: Case) -> int:

@@ -62,6 +62,7 @@ class StandInLLM:
         config = SimpleNamespace(
             model_config=self.model_config,
             scheduler_config=SimpleNamespace(max_num_seqs=4),
+            cache_config=SimpleNamespace(num_gpu_blocks=64, block_size=16),
             use_v2_model_runner=True,
         )
         core = SimpleNamespace(

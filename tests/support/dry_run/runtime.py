@@ -77,6 +77,9 @@ def install(cuda: FakeCuda) -> None:
         "_lazy_init": lambda: None,
         "get_device_capability": lambda *_: CAPABILITY,
         "get_device_name": lambda *_: "NVIDIA H100 80GB HBM3",
+        "get_device_properties": lambda *_: SimpleNamespace(
+            name="NVIDIA H100 80GB HBM3", total_memory=DEVICE_BYTES
+        ),
         "synchronize": cuda.host.synchronize,
         "empty_cache": lambda: None,
         "memory_stats": memory_stats,
