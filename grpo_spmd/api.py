@@ -95,7 +95,7 @@ def _train(config: Config) -> RunResult:
     pack_functions(config.rewards)
     run_dir = Path(config.run_dir)
     try:
-        # Everything from here on must leave the owner's process as it was.
+        # Everything from here on must leave the caller's process as it was.
         with embedded_run(_release):
             prepare_torch()
             from grpo_spmd.loop import train

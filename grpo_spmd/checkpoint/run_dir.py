@@ -143,9 +143,9 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)
-        # a critic may be another one, and cannot come or go
-        is_none = key == "critic.path" and None in (recorded.get(key), config.get(key))
-        if is_fixed or is_none:
+        # another critic is allowed; adding or removing one is not
+        adds_or_removes = key == "critic.path" and None in (recorded.get(key), config.get(key))
+        if is_fixed or adds_or_removes:
             raise ConfigError(
                 f"{key} ({config.get(key)}) was {recorded.get(key)} in the run that wrote "
                 f"{checkpoint}, "

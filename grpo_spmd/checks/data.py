@@ -110,7 +110,8 @@ def _check_sample(
 def check_columns(
     rows: Sequence[PromptRow], needs: Iterable[str], reader: str, source: str
 ) -> None:
-    """Raises ConfigError if the rows of `source` lack a column that `reader` needs."""
+    """Raises ConfigError if the rows of `source` lack a column that `reader`, the name of a reward
+    function for the message, needs."""
     columns = {*overview_of(rows).columns}
     for name in needs:
         if name not in columns:

@@ -185,7 +185,7 @@ def find_gold_warnings(
 ) -> list[str]:
     """Returns the warnings of `check_gold`, cached on the node. Raises ConfigError."""
     rewards = [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]
-    # A warning names the file as the config does.
+    # The path is part of the key because the cached warnings quote it.
     depends_on = [rows[0].where if rows else "", is_held_out, rewards]
 
     def look() -> list[str]:

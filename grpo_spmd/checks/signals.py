@@ -410,8 +410,10 @@ def _check_teacher_prompts(config: Config) -> None:
 
 
 def _check_teacher_column(config: Config) -> None:
-    """Raises ConfigError if one of several teachers is not named in a row's column `teacher`."""
+    """Raises ConfigError if there are several teachers and a row's column `teacher` names none of
+    them."""
     names = config.teacher.names
+    # A single teacher has the name "".
     for row in read_rows(config.data) if "" not in names else ():
         name = row.columns.get("teacher")
         if name not in names:

@@ -106,7 +106,7 @@ _DTYPES = {
 
 
 def _interpret(hint: Any, value: Any) -> Any:
-    """Returns what `value` can only mean for this type, else `value` itself.
+    """Returns the one reading of `value` that fits this type, or `value` unchanged without one.
 
     "none" is None, one name is a list of names, a number where text is expected is its digits, and
     bf16 is bfloat16.
@@ -121,6 +121,7 @@ def _interpret(hint: Any, value: Any) -> Any:
         return _DTYPES[value] if _DTYPES.get(value) in words else value
     if value is None and any(typing.get_origin(option) is dict for option in options):
         return {}
+    # YAML reads 2024-01-01 as a date.
     is_number = isinstance(value, int | float | date) and not isinstance(value, bool)
     is_text = str in options or FilePath in options
     return str(value) if is_text and is_number else value

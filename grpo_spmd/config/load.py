@@ -310,8 +310,9 @@ def _check_recipe_needs(config: Config) -> None:
     """Raises ConfigError if the algorithm needs a key that is not set."""
     for key in read_recipes()[config.algorithm].needs if config.algorithm is not None else ():
         section, _, name = key.partition(".")
-        is_served = section == "teacher" and config.teacher.is_on
-        if not getattr(getattr(config, section), name) and not is_served:
+        # A teacher may be given by teacher.url in the place of teacher.path.
+        has_teacher = section == "teacher" and config.teacher.is_on
+        if not getattr(getattr(config, section), name) and not has_teacher:
             raise ConfigError(
                 f"algorithm: {config.algorithm} needs {key}; set it to a model's folder or hub id"
             )

@@ -124,7 +124,8 @@ def build_prompts(
                 numbers.append(number)
                 yield number, row.columns, token_ids
 
-        # Checkpoints need the digests, which are stored so that they need not read all prompts.
+        # To read `write()` to its end fills the entry. The digests are stored with it, so that
+        # saving a checkpoint need not read all prompts.
         digests = _digest(write(), with_tokens=is_eval)
         writer.facts["tokens"], writer.facts["rows"] = digests
         writer.arrays.update(bounds=bounds, numbers=numbers)

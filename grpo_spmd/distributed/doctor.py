@@ -2,9 +2,11 @@
 
 A thread on each rank looks twice a second at its own phase, at the process of one other rank and at
 the run's store. The first rank that finds something raises the alarm in the store. Then all ranks
-answer where they are, the first one writes the report, and all exit with its code within seconds.
+answer where they are, the first one writes the report, and all exit with the same code within
+seconds.
 
-Imports no torch: an error in the config must not wait for it.
+Imports no torch: it is imported before the config is checked, and an error in the config must not
+wait for torch.
 """
 
 from __future__ import annotations

@@ -137,9 +137,10 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_teardown() -> Iterator[None]:
-    """For the teardown after everything is saved, which every rank knows.
+    """Bounds the time of the teardown, after every rank knows that everything is saved.
 
-    A process that hangs in it for a minute exits with success; one that is stopped is killed.
+    If the teardown hangs for a minute, the process exits with 0; if its threads are stuck so that
+    even this timer cannot run, it is killed.
     torchrun waits for all ranks, and the nodes would be held.
     """
     if _owner is not None:
@@ -162,6 +163,7 @@ def exit_process(code: int, last_words: str = "") -> NoReturn:
     The interpreter's own exit sometimes aborts in threads that gloo left behind ("terminate called
     without an active exception"), which torchrun takes for a failed run.
     """
+    # An embedded run: the caller's process lives on, and its owner gets the last words.
     if _owner is not None:
         _owner(last_words)
         raise SystemExit(code)

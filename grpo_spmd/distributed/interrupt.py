@@ -36,10 +36,11 @@ _run_dir: Path | None = None
 
 
 def listen(answer: Answer | None = None) -> None:
-    """From now on `answer` handles Ctrl-C; by default it ends this process before training.
+    """From now on Ctrl-C calls `answer`; until one is given it ends this process, since training
+    has not begun.
 
-    Does nothing where Ctrl-C is ignored (a background job of a shell), or outside the main thread.
-    """
+    Installs no handler where Ctrl-C is ignored (a background job of a shell), or outside the main
+    thread."""
     global _listener
     is_main = threading.current_thread() is threading.main_thread()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -27,13 +27,14 @@ _RANKS_PER_NODE = 8
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """Returns this rank's GPU, or the CPU if there are none or they are hidden.
+    """Returns this rank's GPU, or the CPU if there are no GPUs, they are hidden, or torch is a
+    build for the CPU.
 
-    CUDA_VISIBLE_DEVICES= hides them. Raises ConfigError if there are GPUs that torch cannot use, or
-    fewer than ranks.
+    CUDA_VISIBLE_DEVICES= hides them. Raises ConfigError if a CUDA build of torch cannot use them,
+    or if there are fewer than ranks.
     """
     with warnings.catch_warnings():
-        # torch only warns, and says False.
+        # If torch cannot use the driver it only warns and returns False: the error below says why.
         warnings.simplefilter("ignore")
         is_usable = torch.cuda.is_available()
     if is_usable:

@@ -82,7 +82,8 @@ class Preemption:
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
-        """Collective. Call it at the start of each step and before an evaluation after the last.
+        """Collective. Call it at the start of each step, and once more before the evaluation that
+        follows the last step.
 
         Raises Preempted after a signal, or if less time is left than a step and a save take.
         `time_to_save_s` is 0 while no save was measured.

@@ -185,7 +185,8 @@ class _Function(msgspec.Struct):
 
 
 def _read_call(raw_call: Any) -> Fields | None:
-    """Returns a call in the form of templates and tools, or None where the policy wrote none."""
+    """Returns a tool call in the form that chat templates and tools expect, or None if `raw_call`
+    is no valid call."""
     try:
         function = msgspec.convert(raw_call.get("function", raw_call), _Function)
         arguments: Any = function.arguments

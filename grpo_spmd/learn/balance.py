@@ -2,8 +2,8 @@
 
 A row is the rollouts of one micro-batch. All functions are pure: they take token counts and costs,
 and return a BatchPlan. A mini-batch is planned in three steps: `_deal` deals its rollouts to rows,
-`_level` exchanges rollouts between rows that run side by side, and `fill_rows` gives each row to a
-rank.
+`_level` exchanges rollouts between the rows that the ranks will run at the same time, and
+`fill_rows` decides which rank gets which of them.
 """
 
 from __future__ import annotations

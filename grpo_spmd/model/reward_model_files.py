@@ -45,12 +45,14 @@ class RewardModelFiles:
 
 @contextmanager
 def errors_about(key: str) -> Iterator[None]:
-    """Makes each ConfigError and OSError inside a ConfigError that names the config key `key`."""
+    """Turns each ConfigError and OSError of its block into a ConfigError that names the config key
+    `key`."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {error.filename}: {error.strerror}") from None
     except ConfigError as error:
+        # The checks that the policy shares name its key.
         text = str(error).removeprefix("model.path: ").removeprefix(f"{key}: ")
         raise ConfigError(f"{key}: {text}") from error
 

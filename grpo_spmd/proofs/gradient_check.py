@@ -281,8 +281,8 @@ class _TrainerPass:
     """Records the trainer's scores of the synthetic rows, and sets their other logprobs from them.
 
     `hook` is a forward hook of the policy: it sets the row's old, engine and reference logprobs
-    from the policy's logprobs of this very pass. A pass of its own, without gradients, is rounded
-    differently in a compiled model."""
+    from the policy's logprobs of this very pass. They do not come from a separate pass without
+    gradients, because a compiled model rounds that differently."""
 
     def __init__(
         self, rollouts: Sequence[Rollout], loss: LossConfig, values: SyntheticValues | None

@@ -80,13 +80,13 @@ class LogprobCheck:
     """Stops a run whose engine and policy differ by more than rounding. Runs on rank 0.
 
     Differences are in nats for each sampled token. The bounds depend on the number format; the
-    first step is no scale, for it may be wrong itself. In float32 rounding is about 1e-6, 1e-5 in
-    deep models: 1e-4 is a fault, such as a temperature that is wrong by 2 in 10,000. In bfloat16 it
-    is 0.005 to 0.03, and grows as a policy does: the first mean may be 0.1, later ones four times
-    the first, at least 0.03 and at most 0.1. Beyond 0.05 the first is warned of: models of 28 and
-    64 layers with sharp attention or key biases of 605 have 0.058 and 0.078, and so may a fault,
-    such as attention scores that are wrong by a fifth. Stale prefixes give about 0.3, stale weights
-    1.
+    first step has a bound of its own, for it may be wrong itself. In float32 rounding is about
+    1e-6, 1e-5 in deep models: 1e-4 is a fault, such as a temperature that is wrong by 2 in 10,000.
+    In bfloat16 it is 0.005 to 0.03, and grows as a policy does: the first mean may be 0.1, later
+    ones four times the first, at least 0.03 and at most 0.1. Beyond 0.05 the first is warned of:
+    models of 28 and 64 layers with sharp attention or key biases of 605 have 0.058 and 0.078, and
+    so may a fault, such as attention scores that are wrong by a fifth. Stale prefixes give about
+    0.3, stale weights 1.
 
     Below that the *tilt* tells rounding from a fault: the slope of (policy - engine) over (logprob
     + entropy), which is 0 on average. Rounding has none (at most 6e-4 where the mean is 0.011 to

@@ -110,7 +110,8 @@ def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> 
 
 
 def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the weight [n] of each token that corrects the mismatch of policy and engine.
+    """Returns the weight of each token of one completion that corrects the mismatch of policy and
+    engine: [n], or one for all (sequence_tis).
 
     `log_ratio` [n] is the policy's old logprobs minus the engine's."""
     cap = loss.rollout_correction_cap

@@ -221,8 +221,8 @@ class RolloutBuffer:
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
         """Keeps a completion of the current step (that of the last `find`).
 
-        It is written within a minute, as long as generation goes on. An episode that cannot be read
-        back is sampled again after a resume.
+        It is written within a minute, as long as generation goes on. A completion whose episode
+        cannot be stored is not kept, so that a resume samples it again.
         """
         episode = None
         if completion.episode is not None:

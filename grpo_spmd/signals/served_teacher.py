@@ -186,8 +186,9 @@ class ServedTeacher(Teacher):
 
 
 def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_size: int) -> Answer:
-    """Returns the answer in a few bytes per token. What JSON is parsed into takes ten times as
-    much."""
+    """Returns the answer in a few bytes per token. The Python objects that JSON is parsed into take
+    ten times as much."""
+    # `likeliest` has `top_k` entries, or those of the sampled token alone, which has no ids.
     ids = [[token_id for token_id, _ in token.likeliest[:top_k]] for token in tokens]
     logprobs = [[token.logprob] for token in tokens]
     if top_k:

@@ -194,12 +194,12 @@ class ValueTargets(SyntheticTargets):
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
-        gradients, summed here. Drops the gradient."""
+        gradients, which `relative_difference` sums over ranks. Drops the gradient."""
         reduced = []
         plain = []
         for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
             assert leaf.grad is not None
-            # The plain loss is subtracted in the backward pass.
+            # The backward pass was that of the negative plain loss.
             plain.append(-leaf.grad.flatten())
             local = cast(DTensor, parameter.grad)._local_tensor.flatten()
             # The head has one row, which one rank of each replica holds.

@@ -238,7 +238,8 @@ class ProcessPool:
                 reply = None
             if reply is not None:
                 self._take(worker, reply)
-            # The worker is most likely dead, and the nursery will soon say how it died.
+            # The end of the stream, an error of the socket or a broken frame: the worker is most
+            # likely dead, and the nursery will soon say how it died.
             elif not chunk:
                 self._selector.unregister(worker.sock)
                 worker.has_hung_up = True

@@ -190,7 +190,8 @@ class _RankCheckup:
 
         Every rank prints the error itself. Rank 0 also prints what it has found.
         """
-        text = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:300]}"
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        text = f"{type(error).__name__}: {first_line[:300]}"
         rank, environ = f"rank {self._launch.rank} on {gethostname()}", self._launch.environ
         address = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
         finding = f"{rank} lost rank 0 at {address}: {text}"

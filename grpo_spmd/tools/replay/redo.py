@@ -47,8 +47,9 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     rewards = callable_rewards(recorded)
     options = recorded.config.reward_pool
     with RewardPool(rewards, options, log_file, columns=recorded.all_columns) as pool:
-        # From here on, before torch looks: a reward may have a model on the GPU, the replay has
-        # none. So all that imports torch is imported after this line.
+        # The pool's workers have started and may use GPUs. From here on this process sees none;
+        # torch reads the variable when it is imported, and so all that imports it comes after this
+        # line.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.tools.replay.step import repeat_step
 
