@@ -44,6 +44,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "init": measured_speed.init,
     "weight_sync": measured_speed.weight_sync,
     "loss_memory": measured_speed.loss_memory,
+    "logprob_kernels": measured_speed.logprob_kernels,
     "update": measured_speed.update,
     "balance": measured_speed.balance,
     "rank0": measured_speed.rank0,

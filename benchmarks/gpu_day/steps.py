@@ -24,6 +24,7 @@ _FLOORS = (
     "each phase of a run beside the least time that its arithmetic or bytes take here",
 )
 _PACKING = ("packing", "packed rows beside padded batches; recomputation and compilation")
+_LOGPROBS = ("logprobs", "the Triton kernels for logprobs beside the plain code")
 _KERNELS = ("kernels", "what the update's time on the device is made of")
 _TRL = ("trl", "the same step through TRL's GRPOTrainer")
 _CRASH = ("crash", "all processes killed, the same command again")
@@ -57,13 +58,14 @@ GPU = (
         ),
         180,
     ),
+    Step(*_LOGPROBS, _module("speed.logprob_kernels", "--size", "1.5b"), 45),
     Step(
         *_FLOORS,
         _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain", *_FOLDER),
         225,
     ),
     Step(*_PACKING, _module("speed.update", "--size", "0.5b"), 120),
-    Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 90),
+    Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 75),
     Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 270),
     Step(*_CRASH, _module("gpu_day.crash", "--size", "0.5b", *_FOLDER), 165),
 )
@@ -80,6 +82,7 @@ DRY = (
         _module("gpu_day.proofs", "--parked", "--size", "tiny", "--steps", "4", *_FOLDER),
         180,
     ),
+    Step(*_LOGPROBS, _module("speed.logprob_kernels", "--size", "tiny"), 60),
     Step(*_FLOORS, _module("speed.gpu", *_CPU, *_FOLDER), 120),
     Step(*_PACKING, _module("speed.update", "--size", "tiny"), 300),
     Step(*_KERNELS, _module("speed.kernels", "--size", "tiny"), 90),

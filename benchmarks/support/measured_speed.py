@@ -488,6 +488,19 @@ def gpu(record: Record) -> Iterator[Line]:
         )
 
 
+def logprob_kernels(record: Record) -> Iterator[Line]:
+    rows = record.run("logprob_kernels", "kernel", "tokens", "chunk", location=_on_gpu)
+    fused = [row for row in rows if row["kernel"] == "fused"]
+    if fused:
+        yield Line(
+            f"Triton's kernels for logprobs beside the plain code on {fused[0]['device']}",
+            f"{span(row.number('plain / this') for row in fused)} times as fast with "
+            f"{span(row.number('bytes a logit') for row in fused)} bytes a logit; gradients off by "
+            f"at most {figure(max(row.number('gradient off by') for row in fused))} from float64",
+            rows,
+        )
+
+
 def kernels(record: Record) -> Iterator[Line]:
     rows = record.run("kernels", "kind", location=_on_gpu)
     if rows:
