@@ -6,7 +6,7 @@ planner said.
     SECONDS] [--parked] [--json FILE]
 
 Its model has biases of keys as large as Qwen2.5-7B's. With --parked it has none, the policy is
-offloaded, and a critic and a teacher of its size are there too.
+offloaded, and a critic, a teacher and a reward model of its size are there too.
 
 It fails where a proof of the run did, or where the run had not ended --within so many seconds; and
 on a GPU where sleep frees less than 0.7 of what the engine may take, or where what is left after it
@@ -17,6 +17,7 @@ planner's row says "not there" where `python -m grpo_spmd.plan` gives no answer.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -43,7 +44,9 @@ def main() -> int:
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--within", type=float, help="seconds, after which the run is killed")
-    parser.add_argument("--parked", action="store_true", help="offload, a critic and a teacher")
+    parser.add_argument(
+        "--parked", action="store_true", help="offload, a critic, a teacher and a reward model"
+    )
     args = parser.parse_args()
     size = SIZES[args.size]
     # Parked runs differ by what is parked; the plain one has the weights that users will load.
@@ -69,6 +72,10 @@ def main() -> int:
         }
     config = training_config(args.folder, "run", size, args.steps, "bfloat16", **sections)
     command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
+    if args.parked:
+        model = _make_reward_model(args.folder)
+        function = f"{args.folder}/reward.py:length"
+        command.append(f"rewards=[{{function: '{function}'}}, {{model: '{model}', weight: 0.1}}]")
     try:
         code = subprocess.run(command, timeout=args.within).returncode
         retained = code == 0
@@ -103,6 +110,23 @@ def main() -> int:
     for problem in problems:
         print(f"proofs: {problem}")
     return code or int(bool(problems))
+
+
+def _make_reward_model(folder: Path) -> Path:
+    """Writes a reward model with the policy's layers and a random head, and returns its folder."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        folder / "model", num_labels=1, dtype=torch.bfloat16
+    )
+    with torch.no_grad():
+        model.score.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+    model.config.pad_token_id = 0
+    model.save_pretrained(folder / "reward_model")
+    for path in (folder / "model").glob("token*"):
+        shutil.copy(path, folder / "reward_model")
+    return folder / "reward_model"
 
 
 def proof_rows(metrics: Sequence[Row], steps: int, *, retained: bool) -> list[Row]:

@@ -17,7 +17,7 @@ _PROOFS = (
 )
 _PARKED = (
     "parked",
-    "the same proofs with offload, a critic and a teacher, parked on the host between phases",
+    "the same proofs with offload, a critic, a teacher and a reward model, parked on the host",
 )
 _FLOORS = (
     "floors",
