@@ -118,7 +118,7 @@ def _make_reward_model(folder: Path) -> Path:
     import transformers
 
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder / "model", num_labels=1, dtype=torch.bfloat16
+        folder / "model", num_labels=1, dtype=torch.bfloat16, trust_remote_code=False
     )
     with torch.no_grad():
         model.score.weight.normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
