@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.weak import WeakIdKeyDictionary
 
-from tests.support.dry_run.kernels import KERNELS
+from tests.support.dry_run.kernels import FAKES, KERNELS
 from tests.support.dry_run.refusals import HostMemory, refuse
 
 _NO_MESSAGES = (
@@ -266,7 +266,7 @@ class FakeCuda(Meter):
     def _by_fake(self, func: Any, args: Any, kwargs: Any) -> Any:
         try:
             with self._fake:
-                return func(*args, **kwargs)
+                return FAKES.get(func, func)(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return None  # the values say it
         except Exception as error:

@@ -115,6 +115,17 @@ KERNELS: dict[str, Callable[..., Any]] = {
 }
 
 
+def _fake_add_product(
+    total: Tensor, lhs: Tensor, rhs: Tensor, dtype: torch.dtype, *, out: Tensor
+) -> Tensor:
+    return torch.add(total, torch.mm(lhs, rhs, out_dtype=dtype), out=out)
+
+
+# Shapes and devices of operators whose own fake is wrong. torch 2.11 takes the dtype of this one
+# for `beta`; its CUDA kernel does not.
+FAKES: dict[Any, Callable[..., Any]] = {torch.ops.aten.addmm.dtype_out: _fake_add_product}
+
+
 def install_flash_attn() -> None:
     """A module `flash_attn` with the one function that ours calls, whose operators have the
     package's names."""
