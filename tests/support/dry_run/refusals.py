@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 _PAGE = 4096
 _HALF = (torch.bfloat16, torch.float16)
 _ATTENTION = ("torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward")
+# Fakes of these take any devices; that of index_copy up to torch 2.11.
+_ONE_DEVICE = ("c10d.", "_c10d_functional.", "fsdp.", "aten._fused_adamw_", "aten.index_copy")
 
 _VALUES_TO_HOST = (
     "aten::_local_scalar_dense",
@@ -35,7 +37,7 @@ def refuse(name: str, args: Any, kwargs: Any) -> None:
     tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, Tensor)]
     if name in _ATTENTION:
         _refuse_attention(name, *args[:7])
-    if name.startswith(("c10d.", "_c10d_functional.", "fsdp.", "aten._fused_adamw_")):
+    if name.startswith(_ONE_DEVICE):
         devices = {tensor.device.type for tensor in tensors}
         if len(devices) > 1:
             raise RefusedError(f"{name} is given tensors of {sorted(devices)}")
