@@ -255,7 +255,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         max_completion_tokens=config.rollout.max_completion_tokens,
         value_head=signals.value_head,
     )
-    for sentence in weakened_proofs({f"proofs.{k}": v for k, v in vars(config.proofs).items()}):
+    for sentence in weakened_proofs(facts.config):
         _log.warning(sentence)
     # The running check recomputes what the updater does, from the same settings.
     check_settings = UpdateCheckSettings(

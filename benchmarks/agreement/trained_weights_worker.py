@@ -15,7 +15,6 @@ from grpo_spmd import train
 
 def main() -> None:
     train.prepare_torch()
-    from grpo_spmd.proofs import gradient_check
     from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck
 
     measure_noise = GradientCheck._measure_noise
@@ -33,13 +32,7 @@ def main() -> None:
         relative: dict[str, float],
         noise: dict[str, float],
     ) -> None:
-        bounds = {
-            name: max(
-                check._gradient_bound,
-                min(gradient_check.NOISE_FACTOR * value, gradient_check._MAX_GRADIENT_BOUND),
-            )
-            for name, value in noise.items()
-        }
+        bounds = check._bounds_of_gradients(noise)
         worst = max(relative, key=lambda name: relative[name] / bounds[name])
         line = {
             "scores": result.metrics.get("logprobs", 0.0),

@@ -19,13 +19,12 @@ from types import FrameType
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed import doctor, exit, interrupt
+from grpo_spmd.distributed.processes import LAUNCH_VARIABLES
 
 # Our own signal: it interrupts the main thread after the doctor has ended the run, whatever that
 # thread waits for.
 _STOP_SIGNAL = signal.SIGURG
 _SIGNALS = (signal.SIGINT, *interrupt.SIGNALS, _STOP_SIGNAL)
-# What start_session sets if torchrun has not. A later run has its own port.
-_LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class _StoppedError(Exception):
@@ -64,7 +63,8 @@ def embedded_run(release: Callable[[], None]) -> Iterator[None]:
 def _restored_process() -> Iterator[None]:
     """Restores signal handlers, variables and our logger after the block."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    environment = {name: os.environ[name] for name in _LAUNCH if name in os.environ}
+    # A later run has its own port.
+    environment = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
     log = logging.getLogger("grpo_spmd")
     log_handlers = list(log.handlers)
     log_level = log.level
@@ -74,7 +74,7 @@ def _restored_process() -> Iterator[None]:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
-        for name in _LAUNCH:
+        for name in LAUNCH_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(environment)
         # Handlers that the run has added: its log file and its terminal.

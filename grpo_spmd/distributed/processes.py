@@ -27,6 +27,15 @@ from typing import Literal
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
+# What torchrun sets for a rank, and start_session if torchrun has not.
+LAUNCH_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 # A thread in one of these modules waits for other ranks.
 _COLLECTIVE_MODULES = (
     "grpo_spmd.distributed.collectives",

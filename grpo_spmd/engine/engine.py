@@ -1,5 +1,5 @@
-"""Runs vLLM (0.26 to 0.33) in this process as the rollout engine, and spreads a
-generation over the engines of all ranks.
+"""Runs vLLM (0.26 to 0.33) in this process as the rollout engine, and spreads a generation over the
+engines of all ranks.
 
 To sleep is to free the memory of weights and KV cache for the policy's update. A rest is a short
 sleep between two generations with the same weights, which stay in host memory. `policy_version` is

@@ -90,7 +90,7 @@ _BOUNDS = {
 # A difference may be this many times bfloat16's own, which `_measure_noise` measures. Two passes
 # that round independently differ by 1.4 times the noise of one; at most 1.8 was measured, on models
 # of 12 to 64 layers with key biases and outliers as trained ones have them.
-NOISE_FACTOR = 2.0
+_NOISE_FACTOR = 2.0
 # However much a model rounds, a fault must show: a wrong sign makes a gradient's difference 2.
 _MAX_GRADIENT_BOUND = 0.7
 _MAX_SCORE_BOUND = 0.3
@@ -117,6 +117,12 @@ class CheckResult:
         # Written so that NaN, which compares as False, is an error.
         if not difference <= bound:
             self.errors.append(f"{subject} is off by {difference:.3g} (bound {bound:.3g})")
+
+
+def widen_by_noise(bound: float, noise: float, largest: float = math.inf) -> float:
+    """Returns the bound of a difference in a number format that rounds by `noise`: `bound`, or what
+    the noise explains, up to `largest`."""
+    return max(bound, min(_NOISE_FACTOR * noise, largest))
 
 
 def describe_errors(errors_by_rank: Iterable[Sequence[str]]) -> str:
@@ -432,8 +438,7 @@ class GradientCheck:
             score_noise, noise = self._measure_noise(
                 rollouts, columns, teacher, counts=counts, squares=trainer_squares, device=device
             )
-            by_noise = min(NOISE_FACTOR * score_noise, _MAX_SCORE_BOUND)
-            self.score_bound = max(self.score_bound, by_noise)
+            self.score_bound = widen_by_noise(self.score_bound, score_noise, _MAX_SCORE_BOUND)
         for subject, difference in differences.items():
             result.check_difference(
                 f"{subject}, in nats on average,", "logprobs", difference, self.score_bound
@@ -553,6 +558,13 @@ class GradientCheck:
         noise = float((logprobs[0] - logprobs[1]).abs().mean()) if rollouts else 0.0
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))
 
+    def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
+        """Returns the bound of each tensor's difference, and of the whole gradient's."""
+        return {
+            name: widen_by_noise(self._gradient_bound, value, _MAX_GRADIENT_BOUND)
+            for name, value in noise.items()
+        }
+
     def _judge_gradients(
         self, result: CheckResult, relative: dict[str, float], noise: dict[str, float]
     ) -> None:
@@ -560,10 +572,7 @@ class GradientCheck:
         number format's own, or what is explained by the noise.
 
         In bfloat16 one lone tensor slightly above its bound is only warned of."""
-        bounds = {
-            name: max(self._gradient_bound, min(NOISE_FACTOR * value, _MAX_GRADIENT_BOUND))
-            for name, value in noise.items()
-        }
+        bounds = self._bounds_of_gradients(noise)
         # A NaN counts as the largest difference.
         excess = {
             name: value / bounds[name] if math.isfinite(value) else math.inf

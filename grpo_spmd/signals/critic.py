@@ -53,11 +53,11 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
 from grpo_spmd.proofs.gradient_check import (
-    NOISE_FACTOR,
     CheckResult,
     UpdateCheckSettings,
     join_ranks,
     sum_over_ranks,
+    widen_by_noise,
 )
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import plain_kl
@@ -547,12 +547,12 @@ class CriticCheck:
                     by_trainer = by_trainer[np.concatenate(tokens)]
                     difference = relative_size(by_trainer - expected, expected)
                 # In bfloat16 a difference is judged by how much this model rounds.
-                if any_rank(not difference <= bound) and self._is_rounded:
+                if self._is_rounded and any_rank(not difference <= bound):
                     model = self._model
                     with use_float32(model.policy if isinstance(model, PolicyValues) else model):
                         exact = compared(self._model.plain_values(padded))
                     noise = relative_size(exact - expected, expected)
-                    bound = max(bound, min(NOISE_FACTOR * noise, _MAX_VALUE_BOUND))
+                    bound = widen_by_noise(bound, noise, _MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
             "a value beside that of a plain forward pass, of its size,",

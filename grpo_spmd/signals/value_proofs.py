@@ -28,7 +28,6 @@ from grpo_spmd.learn.update import MiniBatch, UpdateObserver
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
-    NOISE_FACTOR,
     CheckResult,
     UpdateCheckSettings,
     check_no_gradient,
@@ -37,6 +36,7 @@ from grpo_spmd.proofs.gradient_check import (
     relative_difference,
     short_rollouts,
     sum_over_ranks,
+    widen_by_noise,
 )
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm
@@ -315,7 +315,7 @@ class CriticUpdateCheck(UpdateObserver):
                     with use_float32(model):
                         plain_pass(-1.0)
                     noise = _gradient_norm(model) / norm
-                    bound = max(bound, NOISE_FACTOR * noise)
+                    bound = widen_by_noise(bound, noise)
                     # Without its gradient a difference is 1.
                     if bound >= 1.0:
                         _log.warning(

@@ -70,14 +70,15 @@ def _refuse_other_files(out: Path) -> None:
     try:
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
-        start = PAGE_START
-        if out.is_file():
-            with out.open("rb") as file:
-                start = file.read(len(PAGE_START))
-        if start != PAGE_START or (out.exists() and not out.is_file()):
+        if out.exists() and not (out.is_file() and _is_page(out)):
             raise ConfigError(f"--out: {out} is no page, and would be replaced; name another file")
     except OSError as error:
         raise ConfigError(f"--out: {error.filename or out}: {error.strerror}") from None
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(PAGE_START)) == PAGE_START
 
 
 def _build(folders: Sequence[Path], out: Path) -> list[RecordedRun]:
