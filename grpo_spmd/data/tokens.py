@@ -32,7 +32,8 @@ Tokens: TypeAlias = "array[int]"
 class Prompts(Sequence[Prompt]):
     """The rows that are not too long, with their tokens.
 
-    The `position` of a prompt is its row number until the stream deals the prompt out.
+    The `position` of a prompt is its row number; the stream sets it to the prompt's place in the
+    stream.
     """
 
     def __init__(self, rows: Sequence[PromptRow], entry: Entry) -> None:

@@ -71,7 +71,8 @@ class Preemption:
         # Times are on the monotonic clock. None: not asked for yet.
         self._deadline: float | None = None
         self._next_poll = 0.0
-        # The moments of this step, and for each how long recent steps took from it to their end.
+        # When this step began, had generated and began its update; and for each of the three how
+        # long recent steps took from it to their end.
         self._moments = [math.nan] * 3
         self._durations_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]
         self._num_steps = 0

@@ -117,7 +117,9 @@ class TimelineFile:
         rank."""
         if self._file is None:
             return
-        ranks = shown_ranks([float(numbers[:, 4].clip(0).sum()) for numbers in rank_spans])
+        # The last number of a span is busy_s in milliseconds, or -1 for None.
+        busy_times = [float(numbers[:, -1].clip(0).sum()) for numbers in rank_spans]
+        ranks = shown_ranks(busy_times)
         timeline = Timeline(
             step=step,
             unix_s=round(unix_s, 3),

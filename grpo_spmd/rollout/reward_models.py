@@ -1,9 +1,10 @@
 """This module gives rewards by reward models: sequence classifiers that score completions of all
 ranks.
 
-Which rank forwards which completion does not depend on the rank that sampled it. So a score does
-not depend on which engine was fast, and no rank waits for another one. Several texts are *packed*
-into one row, which is one forward pass.
+Completions are divided evenly over the ranks, in an order that does not depend on the rank that
+sampled them. So no rank waits for one that has more to score, and the same texts share a forward
+pass however fast the engines were (the neighbours in a pass can change a score's last bits).
+Several texts are *packed* into one row, which is one forward pass.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def main() -> None:
     code, launch = 1, None
     try:
         signal.signal(signal.SIGTERM, _stop)
-        launch = find_launch(os.environ)
+        launch = find_launch(dict(os.environ))
         target = _find_target(args, launch)
         code = _RankCheckup(args, target, launch).run() if launch else _check_alone(args, target)
     except ConfigError as error:

@@ -60,7 +60,8 @@ class RankExchange(Exchange):
         process.
         """
         report = Report()
-        # A connection serves one call at a time: this one stays free if the thread hangs.
+        # A connection serves one call at a time: the thread gets its own, so that self.store stays
+        # free if the thread hangs.
         store = self.store.clone()  # type: ignore[attr-defined]
         try:
             within(self._deadline_s, lambda: self._measure(report, store, nodes))

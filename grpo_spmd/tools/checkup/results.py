@@ -76,7 +76,7 @@ class Target:
 
     # Files of /proc, /sys and /dev are read below it, so that tests can plant them.
     root: Path = Path("/")
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     num_ranks: int = 1
     local_ranks: int = 1  # of this machine
     num_gpus: int = 0

@@ -145,7 +145,8 @@ class TokenDifferences:
             yield from terminal.excerpt(legend, 2, styles="dim")
 
     def describe(self, record: RolloutRecord) -> str:
-        """Returns mean and largest difference and their token; "" if nothing was recorded."""
+        """Returns the mean and the largest difference of the policy's and the engine's logprobs,
+        with the token of the largest, as text; "" if nothing was recorded."""
         scores = self._scores.get(record.rollout_id)
         if scores is None or not len(scores.difference):
             return ""
