@@ -21,12 +21,12 @@ from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
-from grpo_spmd.checks.fit import Decision, decide_for_device, keep_recorded, values_text
+from grpo_spmd.checks.fit import decide_for_device, keep_recorded, values_text
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens, most_sequences
 from grpo_spmd.config.describe import config_to_dict, flatten_config
 from grpo_spmd.config.load import decided, decided_values, with_cpu_defaults
-from grpo_spmd.config.schema import DECIDED_KEYS, Config
+from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.distributed import doctor
@@ -511,21 +511,19 @@ def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session)
         return with_cpu_defaults(config)
     # The planner takes seconds, and has judged these values when the run began.
     values = decided_values(config)
-    if values == {key: recorded.get(key) for key in DECIDED_KEYS}:
-        if session.is_rank0:
-            _log.info("as in the checkpoint: %s", values_text(values))
+    if values.items() <= recorded.items():
+        _log.info("as in the checkpoint: %s", values_text(values))
         return config
     properties = torch.cuda.get_device_properties(session.device)
 
-    def ask(devices: list[Any]) -> Decision:
+    def ask(devices: list[Any]) -> dict[str, Any]:
         size, name = min((row["bytes"], row["name"]) for row in devices)
         decision = decide_for_device(config, name, size / 2**30, session.world_size)
         _log.log(logging.INFO if decision.is_certain else logging.WARNING, "%s", decision.line)
-        return decision
+        return decision.values
 
     device = {"bytes": properties.total_memory, "name": properties.name}
-    decision = Decision(*on_rank0(ask, device))
-    return decided(config, decision.values)
+    return decided(config, on_rank0(ask, device))
 
 
 def open_run_dir(

@@ -70,10 +70,9 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
         values = decided_values(config)
         line = f"{values_text(values)}: the planner cannot say whether it fits: {error}"
         return Decision(values, line, is_certain=False)
-    values = plan["decided"]
     phase = plan["tightest_phase"]
     line = (
-        f"{values_text(values)}: {plan['phases'][phase]['peak_gib']:.1f} of "
+        f"{values_text(plan['decided'])}: {plan['phases'][phase]['peak_gib']:.1f} of "
         f"{plan['gpu']['gib']:.1f} GiB in {phase}, by the planner (margin "
         f"{plan['margin_gib']:.1f} GiB)"
     )
@@ -87,7 +86,7 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
         raise ConfigError(f"the run cannot fit this GPU: {line}; {remedy}")
     if not plan["fits"]:
         line += f"; by its estimates the run does not fit: {remedy}"
-    return Decision(values, line, is_certain=plan["fits"])
+    return Decision(plan["decided"], line, is_certain=plan["fits"])
 
 
 def values_text(values: Mapping[str, Any]) -> str:

@@ -198,7 +198,11 @@ class RolloutConfig:
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
         """`sleep_level`, else what the sync needs: 2 if it sends all weights, else 1."""
-        # Level 2 drops the weights, which is right where the next sync brings all of them.
+        # Level 2 drops the weights, which is right where the next sync brings all of them. A base
+        # that stays needs level 1, which copies it at each sleep, since vLLM (0.26 to 0.33) drops
+        # its copy at each wake. A copy of ours at level 2 would not be enough: vLLM's tables of
+        # which token has which adapter lie in the same pool, and it writes them only where they
+        # differ from what it last wrote (LoRAModelManager._last_mapping).
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 

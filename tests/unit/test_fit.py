@@ -154,12 +154,7 @@ def _session(monkeypatch: pytest.MonkeyPatch, num_bytes: tuple[int, ...], rank: 
     properties = SimpleNamespace(total_memory=num_bytes[rank], name="a card")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(parts, "on_rank0", on_rank0)
-    return SimpleNamespace(
-        device=torch.device("cuda", 0),
-        world_size=len(num_bytes),
-        rank=rank,
-        is_rank0=rank == 0,
-    )
+    return SimpleNamespace(device=torch.device("cuda", 0), world_size=len(num_bytes), rank=rank)
 
 
 def test_all_ranks_have_the_decision_for_the_smallest_gpu(
