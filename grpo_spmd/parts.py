@@ -506,7 +506,7 @@ def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session)
     On a CPU they are constants. Raises ConfigError if the planner finds that the run cannot fit the
     GPUs, and logs by how much it fits.
     """
-    config = keep_recorded(config, recorded, session.world_size)
+    config = keep_recorded(config, recorded)
     if session.device.type != "cuda":
         return with_cpu_defaults(config)
     # The planner takes seconds, and has judged these values when the run began.

@@ -39,12 +39,12 @@ class Decision(NamedTuple):
     is_certain: bool  # False: the planner cannot say, or its estimates say that it does not fit
 
 
-def ranks_of_a_node(num_ranks: int) -> int:
-    """Returns how many of a run's ranks are on each node."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+def ranks_of_a_node() -> int:
+    """Returns how many ranks of this launch are on each node; 1 if its launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
-def keep_recorded(config: Config, recorded: Mapping[str, Any], num_ranks: int) -> Config:
+def keep_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
     """Returns the config with the values of a checkpoint's flat config in the place of auto.
 
     A micro-batch that would no longer hold the longest rollout is decided anew, and so is an engine
@@ -53,7 +53,7 @@ def keep_recorded(config: Config, recorded: Mapping[str, Any], num_ranks: int) -
     values = {key: recorded[key] for key in DECIDED_KEYS if recorded.get(key, "auto") != "auto"}
     if values.get(MICRO_BATCH_KEY, math.inf) < config.max_rollout_tokens:
         del values[MICRO_BATCH_KEY]
-    if ranks_of_a_node(num_ranks) % values.get(ENGINE_RANKS_KEY, 1):
+    if ranks_of_a_node() % values.get(ENGINE_RANKS_KEY, 1):
         del values[ENGINE_RANKS_KEY]
     return decided(config, values)
 
@@ -114,7 +114,7 @@ def run_planner(
         source.write_text(yaml.safe_dump(config_to_dict(config)), encoding="utf-8")
         command = [sys.executable, "-m", __name__, str(os.getpid()), "--config", str(source)]
         command += ["--gpu", card, "--ranks", str(num_ranks), "--json", str(result)]
-        command += ["--ranks-per-node", str(ranks_of_a_node(num_ranks))]
+        command += ["--ranks-per-node", str(ranks_of_a_node())]
         answer = subprocess.run(
             command,
             env=environment,

@@ -204,15 +204,15 @@ def test_a_resumed_run_keeps_what_was_decided(
     flat = _by_key("auto", "auto", "auto")
     assert check_same_run(tmp_path, {"config": recorded}, flat) == []
     # What the user sets is taken, and told as a change.
-    assert _values(keep_recorded(changed, recorded, 2)) == (False, 8192, 2)
+    assert _values(keep_recorded(changed, recorded)) == (False, 8192, 2)
     changes = check_same_run(tmp_path, {"config": recorded}, flat | {DECIDED_KEYS[0]: False})
     assert changes == ["model.activation_checkpointing True -> False"]
     # Longer rollouts than the recorded micro-batch holds.
     longer = load_config(_path(tmp_path), ["rollout.max_completion_tokens=9000"])
-    assert _values(keep_recorded(longer, recorded, 2)) == (True, "auto", 2)
+    assert _values(keep_recorded(longer, recorded)) == (True, "auto", 2)
     # An engine stays on one node, which has 3 ranks now.
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert _values(keep_recorded(config, recorded, 6)) == (True, 8192, "auto")
+    assert _values(keep_recorded(config, recorded)) == (True, 8192, "auto")
 
 
 def test_an_engine_gets_the_fewest_ranks_with_which_it_fits(tmp_path: Path) -> None:
@@ -265,8 +265,8 @@ def test_a_model_larger_than_a_gpu_runs_with_the_defaults(
     assert decision.is_certain
     assert decision.values == _by_key(True, 16384, 2)
     assert "tensor_parallel_size: 2: " in decision.line
-    # On nodes with one GPU an engine has one rank: no engine of this model fits.
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    # On nodes with one GPU, or of unknown size, an engine has one rank: none of this model fits.
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
     with pytest.raises(ConfigError, match=r"cannot fit .*, tensor_parallel_size: 1: "):
         decide_for_device(load_config(path), "NVIDIA H100 80GB HBM3", 79.1, 16)
 
