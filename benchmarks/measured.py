@@ -98,6 +98,7 @@ BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "trained_weights": measured_trials.trained_weights_table,
     "plan": measured_trials.plan_table,
     "predictions": measured_trials.predictions_table,
+    "defaults": measured_trials.defaults_table,
     "mutations": measured_trials.mutations_table,
     "faults": measured_trials.faults_table,
 }

@@ -21,11 +21,11 @@ from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
-from grpo_spmd.checks.fit import Decision, decide_for_device, keep_recorded
+from grpo_spmd.checks.fit import decide_for_device, keep_recorded, values_text
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens, most_sequences
 from grpo_spmd.config.describe import config_to_dict, flatten_config
-from grpo_spmd.config.load import decided, with_cpu_defaults
+from grpo_spmd.config.load import decided, decided_values, with_cpu_defaults
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
@@ -188,9 +188,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
         for name, rows in inputs.eval_rows.items()
     }
-    session = start_session(
-        config.model.num_replicas, config.rollout.tensor_parallel_size, config.watchdog
-    )
+    session = start_session(config.model.num_replicas, config.watchdog)
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
     if session.is_rank0:
@@ -445,7 +443,7 @@ def open_environments(
         config.micro_batch_tokens,
     )
     # Only the first rank of an engine has episodes.
-    has_episodes = session.rank % config.rollout.tensor_parallel_size == 0
+    has_episodes = session.rank % config.rollout.engine_ranks == 0
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
     return Environments(
         config.environment,
@@ -503,24 +501,29 @@ def open_log(
 def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session) -> Config:
     """Collective. Returns the config with decided values in the place of each auto.
 
-    They are those of the checkpoint, if the run starts from one (`recorded` is its flat config);
-    else rank 0 asks the planner, for the smallest GPU of all ranks. On a CPU they are constants.
-    Raises ConfigError if the run cannot fit the GPUs, and logs by how much it fits.
+    They are those of the checkpoint, if the run starts from one (`recorded` is its flat config).
+    If they are not, rank 0 asks the planner, for the smallest GPU of all ranks.
+    On a CPU they are constants. Raises ConfigError if the planner finds that the run cannot fit the
+    GPUs, and logs by how much it fits.
     """
     config = keep_recorded(config, recorded)
     if session.device.type != "cuda":
         return with_cpu_defaults(config)
+    # The planner takes seconds, and has judged these values when the run began.
+    values = decided_values(config)
+    if values.items() <= recorded.items():
+        _log.info("as in the checkpoint: %s", values_text(values))
+        return config
     properties = torch.cuda.get_device_properties(session.device)
 
-    def ask(devices: list[Any]) -> Decision:
+    def ask(devices: list[Any]) -> dict[str, Any]:
         size, name = min((row["bytes"], row["name"]) for row in devices)
         decision = decide_for_device(config, name, size / 2**30, session.world_size)
         _log.log(logging.INFO if decision.is_certain else logging.WARNING, "%s", decision.line)
-        return decision
+        return decision.values
 
     device = {"bytes": properties.total_memory, "name": properties.name}
-    decision = Decision(*on_rank0(ask, device))
-    return decided(config, recompute=decision.recompute, tokens=decision.tokens)
+    return decided(config, on_rank0(ask, device))
 
 
 def open_run_dir(

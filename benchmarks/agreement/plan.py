@@ -17,6 +17,9 @@ allocator took for them.
 
 predictions: what nobody has measured. The four GPU configs of configs/ and two larger models on
 cards of the data sheet. configs/README.md has this table.
+
+defaults: what the planner decides for released models where the config names a model, lengths and a
+number of rollouts alone. configs/README.md has this table too.
 """
 
 from __future__ import annotations
@@ -87,7 +90,7 @@ _RUNS: list[tuple[str, int, str]] = [
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--part", default="cpu,published,predictions,phases")
+    parser.add_argument("--part", default="cpu,published,predictions,defaults,phases")
     parser.add_argument("--sizes", default="0.1b,0.5b", help="of the part cpu")
     parser.add_argument(
         "--variants", default="", help="of the part cpu: those in whose overrides one of these is"
@@ -107,6 +110,8 @@ def main() -> None:
             report("plan_published", plan_published.rows(Path(folder)), args.json)
         if "predictions" in args.part:
             report("plan_predictions", list(_predictions(Path(folder))), args.json)
+        if "defaults" in args.part:
+            report("plan_defaults", list(_defaults(Path(folder))), args.json)
         if "phases" in args.part:
             report("plan_phases", list(_phases(Path(folder))), args.json)
     sys.exit(int(any(item > _WITHIN for item in off)))
@@ -227,6 +232,14 @@ CASES = (
     _Case("Qwen3-8B", _LARGE, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
     _Case("Qwen3-32B", _LARGER, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
 )
+_DEFAULT: dict[str, Any] = {key: _LARGE[key] for key in ("data", "rollout")}
+DEFAULTS = (
+    _Case("Qwen2.5-0.5B", _DEFAULT, CASES[0].model, "RTX4090-24GB", 1),
+    _Case("Qwen2.5-7B", _DEFAULT, qwen2(3584, 28, 28, 4, 18944, tied=False), "H100-80GB", 8),
+    _Case("Qwen3-8B", _DEFAULT, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
+    _Case("Qwen2.5-32B", _DEFAULT, qwen2(5120, 64, 40, 8, 27648, tied=False), "H100-80GB", 16),
+    _Case("Qwen3-32B", _DEFAULT, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
+)
 
 
 def _predictions(folder: Path) -> Iterator[Row]:
@@ -267,18 +280,7 @@ def _predictions(folder: Path) -> Iterator[Row]:
 def _phases(folder: Path) -> Iterator[Row]:
     """What fills one rank in each phase, as the command predicts it for Qwen3-8B on 8 H100."""
     case = next(case for case in CASES if case.name == "Qwen3-8B")
-    assert isinstance(case.config, dict)
-    model = folder / "phases_model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(case.model))
-    needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
-    sections = case.config | {"model": {**case.config["model"], "path": str(model)}}
-    config, result = folder / "phases.yaml", folder / "phases.json"
-    config.write_text(yaml.safe_dump(needed | sections))
-    command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config)]
-    command += ["--gpu", case.card, "--ranks", str(case.ranks), "--json", str(result)]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    plan = json.loads(result.read_text(encoding="utf-8"))
+    plan = _by_the_command(folder / "phases", case)
     for phase, memory in plan["phases"].items():
         for name, gib in memory["live_gib"].items():
             yield {
@@ -289,6 +291,39 @@ def _phases(folder: Path) -> Iterator[Row]:
                 "holds": name,
                 "gib": gib,
             }
+
+
+def _defaults(folder: Path) -> Iterator[Row]:
+    for number, case in enumerate(DEFAULTS):
+        plan = _by_the_command(folder / f"defaults_{number}", case)
+        cache = plan["kv_cache"]
+        yield {
+            "model": case.name,
+            "on": f"{case.ranks} x {case.card}",
+            "fits": plan["fits"],
+            **plan["decided"],
+            "margin_gib": plan["margin_gib"],
+            "tightest": plan["tightest_phase"],
+            "kv_sequences": f"{min(cache['full_length_at_once'], cache['sequences'])} of "
+            f"{cache['sequences']}",
+            "step_s": plan["step_s"],
+        }
+
+
+def _by_the_command(folder: Path, case: _Case) -> dict[str, Any]:
+    """The answer of `python -m grpo_spmd.plan`, as JSON."""
+    assert isinstance(case.config, dict)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(case.model))
+    needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
+    sections = case.config | {"model": {**case.config.get("model", {}), "path": str(folder)}}
+    config, result = folder / "config.yaml", folder / "plan.json"
+    config.write_text(yaml.safe_dump(needed | sections))
+    command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config)]
+    command += ["--gpu", case.card, "--ranks", str(case.ranks), "--json", str(result)]
+    # Exit code 1: the run does not fit.
+    subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    return dict(json.loads(result.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

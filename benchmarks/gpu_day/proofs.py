@@ -5,8 +5,9 @@ planner said.
     python -m benchmarks.gpu_day.proofs --folder NEW [--size 0.5b|tiny] [--steps 20] [--within
     SECONDS] [--parked] [--json FILE]
 
-Its model has biases of keys as large as Qwen2.5-7B's. With --parked it has none, the policy is
-offloaded, and a critic, a teacher and a reward model of its size are there too.
+Its model has biases of keys as large as Qwen2.5-7B's. With --parked it has none, and there are two
+runs: one with the policy offloaded and a critic, a teacher and a reward model of its size, and one
+of adapters whose base stays in the engine (`model.lora.sync: adapter`).
 
 It fails where a proof of the run did, or where the run had not ended --within so many seconds; and
 on a GPU where sleep frees less than 0.7 of what the engine may take, or where what is left after it
@@ -16,11 +17,11 @@ planner's row says "not there" where `python -m grpo_spmd.plan` gives no answer.
 
 from __future__ import annotations
 
-import json
+import argparse
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import yaml
 
 from benchmarks.gpu_day.day import read_rows
 from benchmarks.speed.gpu import SIZES, make_model, training_config
+from benchmarks.support.planned import planned
 from benchmarks.support.report import Row, arguments_parser, report, spread
 
 _LEAST_FREED_FRAC, _MOST_GROWN_GIB = 0.7, 1.0
@@ -35,7 +37,6 @@ _WARM = 2  # steps whose kernels and workspaces are new: what they leave for goo
 _PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update")
 _NOT_THERE = "not there"
 _KEY_BIAS_NORM = 605.0  # of Qwen2.5-7B's first layer
-_PLAN_S = 40
 
 
 def main() -> int:
@@ -43,39 +44,57 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--size", choices=SIZES, default="0.5b")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--within", type=float, help="seconds, after which the run is killed")
+    parser.add_argument("--within", type=float, help="seconds, after which a run is killed")
     parser.add_argument(
-        "--parked", action="store_true", help="offload, a critic, a teacher and a reward model"
+        "--parked",
+        action="store_true",
+        help="offload, a critic, a teacher and a reward model; then adapters",
     )
     args = parser.parse_args()
-    size = SIZES[args.size]
     # Parked runs differ by what is parked; the plain one has the weights that users will load.
     key_bias_norm = 0.0 if args.parked else _KEY_BIAS_NORM
-    num_parameters = make_model(args.folder / "model", size, key_bias_norm=key_bias_norm)
+    num_parameters = make_model(
+        args.folder / "model", SIZES[args.size], key_bias_norm=key_bias_norm
+    )
+    name = f"{args.size}, {num_parameters:,} parameters"
+    if not args.parked:
+        return _run(args, "run", name, {})
+    model = str(args.folder / "model")
+    sections: dict[str, dict[str, Any]] = {
+        "model": {"offload": True},
+        "advantage": {"estimator": "gae", "normalize_std": "batch"},
+        "critic": {"path": model},
+        "teacher": {"path": model},
+    }
+    function = f"{args.folder}/reward.py:length"
+    reward_model = _make_reward_model(args.folder)
+    rewards = f"rewards=[{{function: '{function}'}}, {{model: '{reward_model}', weight: 0.1}}]"
+    parked = _run(args, "run", f"parked, {name}", sections, rewards)
+    adapters = {"model": {"lora": {"rank": 16, "sync": "adapter"}}}
+    return _run(args, "adapter", f"adapters, {name}", adapters) or parked
+
+
+def _run(
+    args: argparse.Namespace,
+    name: str,
+    model: str,
+    sections: Mapping[str, dict[str, Any]],
+    *overrides: str,
+) -> int:
+    """Makes the run FOLDER/NAME and reports its rows, in which its model is `model`. Returns its
+    exit code, or 1 for what is wrong with its rows."""
+    size = SIZES[args.size]
     # Half a step of the speed benchmark: 20 of them shall fit into their minutes, beside a proof in
     # each.
     half = {
         "num_prompts_per_step": size.num_prompts // 2,
         "max_completion_tokens": size.max_completion_tokens // 2,
     }
-    sections: dict[str, dict[str, Any]] = {
-        "rollout": half,
-        "proofs": {"every_steps": 1},
-        "checkpoint": {"every_steps": 0},
-    }
-    if args.parked:
-        sections |= {
-            "model": {"offload": True},
-            "advantage": {"estimator": "gae", "normalize_std": "batch"},
-            "critic": {"path": str(args.folder / "model")},
-            "teacher": {"path": str(args.folder / "model")},
-        }
-    config = training_config(args.folder, "run", size, args.steps, "bfloat16", **sections)
-    command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config)]
-    if args.parked:
-        model = _make_reward_model(args.folder)
-        function = f"{args.folder}/reward.py:length"
-        command.append(f"rewards=[{{function: '{function}'}}, {{model: '{model}', weight: 0.1}}]")
+    plain = {"rollout": half, "proofs": {"every_steps": 1}, "checkpoint": {"every_steps": 0}}
+    config = training_config(
+        args.folder, name, size, args.steps, "bfloat16", **{**plain, **sections}
+    )
+    command = [sys.executable, "-m", "grpo_spmd.train", "--config", str(config), *overrides]
     try:
         code = subprocess.run(command, timeout=args.within).returncode
         retained = code == 0
@@ -85,27 +104,23 @@ def main() -> int:
             "it had made"
         )
         code, retained = 1, True  # a proof that fails ends the run
-    metrics = read_rows(args.folder / "run/metrics.jsonl")
+    run_dir = args.folder / name
+    metrics = read_rows(run_dir / "metrics.jsonl")
     if not metrics:
         return code or 1
+    plan = planned(run_dir / "config.yaml")
     import torch  # only now: a context of this process on the GPU would be in the run's ledger
 
     on_gpu = torch.cuda.is_available()
-    name = args.size + (" parked" if args.parked else "")
-    ran = {"model": f"{name}, {num_parameters:,} parameters"}
-    ran |= {"device": torch.cuda.get_device_name() if on_gpu else "CPU"}
-    fraction = yaml.safe_load((args.folder / "run/config.yaml").read_text())["rollout"][
+    ran = {"model": model, "device": torch.cuda.get_device_name() if on_gpu else "CPU"}
+    fraction = yaml.safe_load((run_dir / "config.yaml").read_text())["rollout"][
         "gpu_memory_utilization"
     ]
     may_take_gib = fraction * torch.cuda.mem_get_info()[1] / 2**30 if on_gpu else None
-    report(
-        "gpu_day_proofs",
-        [row | ran for row in proof_rows(metrics, args.steps, retained=retained)],
-        args.json,
-    )
+    proofs = proof_rows(metrics, args.steps, plan.get("step_s", "-"), retained=retained)
+    report("gpu_day_proofs", [row | ran for row in proofs], args.json)
     sleep, problems = sleep_row(metrics, may_take_gib)
     report("gpu_day_sleep", [sleep | ran], args.json)
-    plan = planned(args.folder / "run/config.yaml", args.folder / "plan.json")
     report("gpu_day_ledger", [row | ran for row in ledger_rows(metrics, plan)], args.json)
     for problem in problems:
         print(f"proofs: {problem}")
@@ -129,9 +144,11 @@ def _make_reward_model(folder: Path) -> Path:
     return folder / "reward_model"
 
 
-def proof_rows(metrics: Sequence[Row], steps: int, *, retained: bool) -> list[Row]:
+def proof_rows(
+    metrics: Sequence[Row], steps: int, step_s: float | str, *, retained: bool
+) -> list[Row]:
     """How far engine and policy were apart on the tokens just sampled, in nats, and what looking
-    cost."""
+    cost. `step_s` is the planner's, for completions of full length."""
     rows = []
     for name, unit in (
         ("weight_sync/mismatch_abs_mean", "nats a token"),
@@ -151,6 +168,7 @@ def proof_rows(metrics: Sequence[Row], steps: int, *, retained: bool) -> list[Ro
                 "unit": unit,
                 "steps": f"{len(values)} of {steps}",
                 **result,
+                "planned": step_s if name == "time/step_s" else "-",
                 "all proofs held": retained,
             }
         )
@@ -184,57 +202,6 @@ def sleep_row(metrics: Sequence[Row], may_take_gib: float | None) -> tuple[Row, 
             f"what is left after a sleep grew by {grown:.2f} GiB, at most {_MOST_GROWN_GIB:g} may"
         )
     return row, problems
-
-
-def planned(config: Path, answer: Path) -> dict[str, Any]:
-    """The planner's answer for this run on this device, by its command alone; empty where it gives
-    none."""
-    command = [
-        sys.executable,
-        "-m",
-        "grpo_spmd.plan",
-        "--config",
-        str(config),
-        "--gpu",
-        _card(),
-        "--ranks",
-        "1",
-    ]
-    try:
-        done = subprocess.run(
-            [*command, "--json", str(answer)], capture_output=True, text=True, timeout=_PLAN_S
-        )
-    except subprocess.TimeoutExpired:
-        print(f"proofs: the planner gave no answer within {_PLAN_S} s")
-        return {}
-    if (
-        done.returncode not in (0, 1) or not answer.is_file()
-    ):  # 1: it answers that the run does not fit
-        print(
-            f"proofs: the planner gave no answer (exit code {done.returncode}): "
-            f"{done.stderr.strip()[-300:]}"
-        )
-        return {}
-    return dict(json.loads(answer.read_text()))
-
-
-def _card() -> str:
-    """This device as the planner knows it: by name, or by its memory beside made-up speeds, which
-    only its estimate of
-    time uses; on a CPU some card, to see that it answers."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return "24GiB,1TFLOPS,20GB/s"
-    name, gib = (
-        torch.cuda.get_device_name(),
-        torch.cuda.get_device_properties(0).total_memory / 2**30,
-    )
-    expected_names = {"H200": "H200-141GB", "H100": "H100-80GB"}
-    return next(
-        (card for piece, card in expected_names.items() if piece in name),
-        f"{gib:.1f}GiB,1TFLOPS,1GB/s",
-    )
 
 
 def ledger_rows(metrics: Sequence[Row], plan: dict[str, Any]) -> list[Row]:

@@ -17,11 +17,13 @@ _PROOFS = (
 )
 _PARKED = (
     "parked",
-    "the same proofs with offload, a critic, a teacher and a reward model, parked on the host",
+    "the same proofs with offload, a critic, a teacher and a reward model, parked on the host; "
+    "then with adapters on a base that stays in the engine",
 )
 _FLOORS = (
     "floors",
-    "each phase of a run beside the least time that its arithmetic or bytes take here",
+    "each phase of a run beside the least time that its arithmetic or bytes take here, and beside "
+    "the planner's time and memory",
 )
 _PACKING = ("packing", "packed rows beside padded batches; recomputation and compilation")
 _LOGPROBS = ("logprobs", "the Triton kernels for logprobs beside the plain code")
@@ -36,7 +38,7 @@ def _module(name: str, *arguments: str) -> tuple[str, ...]:
 
 GPU = (
     Step(*_HOST, _module("gpu_day.host"), 75),
-    Step(*_SMOKE, _module("gpu_day.smoke", "--size", "0.5b", *_FOLDER), 270),
+    Step(*_SMOKE, _module("gpu_day.smoke", "--size", "0.5b", "--within", "105", *_FOLDER), 240),
     Step(*_TESTS, _module("gpu_day.gpu_tests", "--marked", "gpu"), 60),
     Step(
         *_PROOFS,
@@ -53,20 +55,20 @@ GPU = (
             "--steps",
             "4",
             "--within",
-            "120",
+            "95",
             *_FOLDER,
         ),
-        180,
+        240,
     ),
     Step(*_LOGPROBS, _module("speed.logprob_kernels", "--size", "1.5b"), 45),
     Step(
         *_FLOORS,
-        _module("speed.gpu", "--size", "1.5b", "--steps", "4", "--variants", "plain", *_FOLDER),
-        225,
+        _module("speed.gpu", "--size", "3b,1.5b", "--steps", "4", "--variants", "plain", *_FOLDER),
+        240,
     ),
     Step(*_PACKING, _module("speed.update", "--size", "0.5b"), 120),
     Step(*_KERNELS, _module("speed.kernels", "--size", "1.5b"), 75),
-    Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 270),
+    Step(*_TRL, _module("gpu_day.trl", "--size", "0.5b", *_FOLDER), 225),
     Step(*_CRASH, _module("gpu_day.crash", "--size", "0.5b", *_FOLDER), 165),
 )
 _DRY_TESTS = ("tests/unit/test_attention.py", "tests/unit/test_gpu_benchmark.py")

@@ -23,6 +23,7 @@ from typing import Any
 from benchmarks.gpu_day.day import SKIPPED
 from benchmarks.speed.gpu import GROUP_SIZE, SIZES, Size, make_model
 from benchmarks.speed.step_vs_trl import Ours, Task, Trl, figures
+from benchmarks.support.planned import planned
 from benchmarks.support.report import Row, arguments_parser, report
 
 _STEPS = 3  # the first, which compiles and warms up, is left out
@@ -50,9 +51,12 @@ def main() -> int:
     lengths = (size.max_completion_tokens, size.max_prompt_tokens)
     # The rate is so small that lengths stay what they are on both sides.
     task = Task(size.num_prompts, GROUP_SIZE, _STEPS, 1e-8, *lengths)
-    ran = {"model": f"{args.size}, {num_parameters:,} parameters", "rollouts": task.num_rollouts}
+    ran: Row = {"model": f"{args.size}, {num_parameters:,} parameters"}
+    ran["rollouts"] = task.num_rollouts
     ours = _ours(folder, task, size, on_gpu)
+    ran["planned_step_s"] = planned(folder / "ours.yaml").get("step_s", "-")
     report("gpu_day_trl", [_row("ours", "-", ours, ours) | ran], args.json)
+    ran["planned_step_s"] = "-"  # the planner's is of our step
     for micro_batch in _MICRO_BATCHES if on_gpu else _MICRO_BATCHES[:1]:
         theirs = _theirs(folder, task, python, micro_batch, on_gpu)
         report("gpu_day_trl", [_row("TRL", micro_batch, theirs, ours) | ran], args.json)

@@ -3,9 +3,9 @@
 Each row runs `RolloutEngine.generate_shared` with that many sequences at a time. Figures are
 medians over engine steps in which all of them sample, in milliseconds of CPU time of the process:
 `vllm_ms` within vLLM's step, `loop_ms` in our loop around it, `add_us` for one request. A rollout
-has logprobs; `short` has one stop token, `long_stops` as many as a careless generation config. On a
-GPU the step's model runner comes on top, and asynchronous scheduling hides what is shorter than the
-GPU's own step.
+has logprobs; `short` has one stop token, `long_stops` as many as a careless generation config.
+`evaluation` is as `short`, without logprobs. On a GPU the step's model runner comes on top, and
+asynchronous scheduling hides what is shorter than the GPU's own step.
 """
 
 from __future__ import annotations

@@ -25,7 +25,11 @@ NUM_STEPS = 60
 _GROUP_SIZE = 8
 _PROMPT_TOKENS = 8
 # The stub samples token 50, which is in neither list.
-_STOP_IDS = {"short": [2], "long_stops": [*range(60, 90), *range(100, 466)]}
+_STOP_IDS = {
+    "short": [2],
+    "long_stops": [*range(60, 90), *range(100, 466)],
+    "evaluation": [2],
+}
 
 
 class _TimedCalls:
@@ -81,7 +85,11 @@ def _measure(engine: RolloutEngine, stub: StubbedModel, num_sequences: int, stop
         lambda job, number, turns: (
             None
             if turns
-            else Request([1 + job % 90] * _PROMPT_TOKENS, seed=job * _GROUP_SIZE + number)
+            else Request(
+                [1 + job % 90] * _PROMPT_TOKENS,
+                seed=job * _GROUP_SIZE + number,
+                is_rollout=stops != "evaluation",
+            )
         )
     )
     sizes = [_GROUP_SIZE] * (num_sequences // _GROUP_SIZE)

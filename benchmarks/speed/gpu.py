@@ -1,8 +1,9 @@
 """A real run on one GPU, each phase beside its floor: the least time that the arithmetic or the
 bytes of the phase could take here.
 
-    python -m benchmarks.speed.gpu [--size 0.5b|1.5b|tiny] [--steps 6] [--variants plain,offload]
+    python -m benchmarks.speed.gpu [--size 0.5b|1.5b|3b|tiny] [--steps 6] [--variants plain,offload]
     [--json FILE]
+Of several sizes, as in 3b,1.5b, the first is taken that fits by the planner, else the last.
 A random Qwen2 of that size is made in a temporary folder (no download), and trained by
 grpo_spmd.train in a process. Its completions end at one of eight likely stop tokens, so that
 their lengths are ragged: geometric, cut at the longest. Ceilings are measured on the same device
@@ -15,7 +16,8 @@ work of the algorithm, not of this
 implementation: each byte once, products of layers and lm_head (2 FLOPs a weight and token forward,
 twice that backward), causal attention (2 * length^2 * heads * head_dim forward). The share of the
 update's floor is the MFU against the measured ceiling; "mfu" is the run's own figure, against the
-data sheet and without attention.
+data sheet and without attention. "planned" is what `python -m grpo_spmd.plan` predicts for the run,
+with every completion at full length.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.support.planned import planned
 from benchmarks.support.report import Row, arguments_parser, read_lines, report, spread
 from benchmarks.support.ways import current_rollout
 from grpo_spmd.model.config_json import dimensions
@@ -79,6 +82,7 @@ SIZES = {
     "tiny": Size(128, 2, 4, 2, 256, 512, 4, 16, 24, 10, 256),
     "0.5b": Size(896, 24, 14, 2, 4864, 151936, 32, 256, 1024, 384, 16384),
     "1.5b": Size(1536, 28, 12, 2, 8960, 151936, 32, 256, 1024, 384, 16384),
+    "3b": Size(2048, 36, 16, 2, 11008, 151936, 32, 256, 1024, 384, 16384),
 }
 GROUP_SIZE = 8
 # vLLM looks each token up in the list of them, in Python.
@@ -137,7 +141,7 @@ def floors(work: Work, ceilings: Ceilings) -> dict[str, tuple[str, float]]:
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--size", choices=SIZES, default="0.5b")
+    parser.add_argument("--size", default="0.5b", help=f"one or more of {', '.join(SIZES)}")
     parser.add_argument(
         "--steps",
         type=int,
@@ -156,17 +160,22 @@ def main() -> None:
     variants = args.variants.split(",")
     if args.steps < 2 or not set(variants) <= set(_VARIANTS):
         parser.error(f"--steps is 2 or more, and --variants are of {', '.join(_VARIANTS)}")
+    names = args.size.split(",")
+    if not set(names) <= set(SIZES):
+        parser.error(f"--size is one or more of {', '.join(SIZES)}")
     import torch
 
     if args.device == "cuda" and not torch.cuda.is_available():
         print("gpu: no GPU: nothing measured")
         return
-    size, device = SIZES[args.size], torch.device(args.device)
+    device = torch.device(args.device)
     with (
         contextlib.nullcontext(args.folder)
         if args.folder
         else tempfile.TemporaryDirectory() as folder
     ):
+        size_name = largest_that_fits(Path(folder), names)
+        size = SIZES[size_name]
         num_parameters = make_model(Path(folder, "model"), size)
         runs = {
             name: _train(Path(folder), name, size, args.steps, on_gpu=args.device == "cuda")
@@ -180,7 +189,7 @@ def main() -> None:
         if args.device == "cuda"
         else "CPU (a smoke test, not a measurement)"
     )
-    ran = {"model": f"{args.size}, {num_parameters:,} parameters", "device": name}
+    ran = {"model": f"{size_name}, {num_parameters:,} parameters", "device": name}
     facts = {
         "command": shlex.join(["python", "-m", "benchmarks.speed.gpu", *sys.argv[1:]]),
         "step": size.step,
@@ -202,6 +211,19 @@ def main() -> None:
     )
 
 
+def largest_that_fits(folder: Path, names: Sequence[str]) -> str:
+    """The first size that fits on this device by the planner, or the last."""
+    for name in names[:-1]:
+        model = folder / "model"
+        model.mkdir(parents=True, exist_ok=True)
+        config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+        (model / "config.json").write_text(json.dumps(config | model_config(SIZES[name])))
+        plan = planned(training_config(folder, f"plan_{name}", SIZES[name], 2, "bfloat16"))
+        if plan.get("fits"):
+            return name
+    return names[-1]
+
+
 @dataclass(frozen=True)
 class Run:
     """What a training left behind, without its first step."""
@@ -210,6 +232,7 @@ class Run:
     config: dict[str, Any]  # as resolved
     metrics: list[dict[str, Any]]
     lengths: list[list[tuple[int, int]]]  # a step's rollouts: prompt and completion tokens
+    plan: dict[str, Any]  # the planner's, empty without one
 
 
 def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) -> list[Row]:
@@ -243,6 +266,7 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
             }
         )
         result[-1]["step"] = ("sum of the above", step, metrics["time/step_s"])
+    planned_s = {**run.plan.get("step_s_by_phase", {}), "step": run.plan.get("step_s", "-")}
     rows = []
     for name in sorted(result[0], key=lambda name: name == "step"):
         formulas, floor, measured = zip(*(step[name] for step in result), strict=True)
@@ -258,6 +282,7 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
                 "floor": formulas[-1],
                 "floor_s": statistics.median(floor),
                 **spread("measured_s", measured),
+                "planned_s": planned_s.get(name, "-"),
                 "share": statistics.median(f / m for f, m in zip(floor, measured, strict=True))
                 if any(measured) and any(floor)
                 else "-",
@@ -298,13 +323,15 @@ def memory_rows(run: Run) -> list[Row]:
         )
         if phase in phases
     ]
-    nothing: Row = dict.fromkeys((*fields, "freed", "left"), "-")
+    nothing: Row = dict.fromkeys((*fields, "planned", "freed", "left"), "-")
+    plans = run.plan.get("phases", {})
     rows = [
         {
             "variant": run.variant,
             "phase": p,
             **nothing,
             **{f: most(f"memory/{p}/{f}_gib") for f in fields},
+            "planned": plans[p]["peak_gib"] if p in plans else "-",
         }
         for p in order
     ]
@@ -453,9 +480,9 @@ def _train(folder: Path, variant: str, size: Size, steps: int, *, on_gpu: bool) 
     lengths = [
         _lengths(run_dir / "rollouts" / f"step_{line['step']:06d}.jsonl") for line in metrics
     ]
-    return Run(
-        variant, yaml.safe_load((run_dir / "config.yaml").read_text()), metrics[1:], lengths[1:]
-    )
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    plan = planned(run_dir / "config.yaml")
+    return Run(variant, config, metrics[1:], lengths[1:], plan)
 
 
 def _lengths(path: Path) -> list[tuple[int, int]]:

@@ -225,8 +225,12 @@ def engine_host(record: Record) -> Iterator[Line]:
             f"{figure(row.number('loop_ms'))} ms in our loop"
             for row in rank_values
         )
-        number = {"short": "one stop token", "long_stops": "396 stop tokens"}[str(stops)]
-        yield Line(f"host time of an engine step without its model, {number}", figures, rank_values)
+        kind = {
+            "short": "one stop token",
+            "long_stops": "396 stop tokens",
+            "evaluation": "no logprobs",
+        }[str(stops)]
+        yield Line(f"host time of an engine step without its model, {kind}", figures, rank_values)
 
 
 def prompts(record: Record) -> Iterator[Line]:

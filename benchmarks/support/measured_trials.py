@@ -225,6 +225,28 @@ def predictions_table(record: Record) -> Iterator[str]:
         yield f"| {' | '.join(cells)} |"
 
 
+def defaults_table(record: Record) -> Iterator[str]:
+    """Of configs/README.md; what the planner decides where only a model and lengths are set."""
+    decided = ("recomputation", "tokens a micro-batch", "ranks of an engine")
+    columns = ("model", "on", *decided, "margin, GiB", "tightest", _SEQUENCES, "step, s")
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in record.newest("plan_defaults", "model", "on"):
+        recompute = row["model.activation_checkpointing"]
+        cells = [
+            row["model"],
+            row["on"],
+            recompute if isinstance(recompute, str) else ("false", "true")[recompute],
+            f"{row['training.max_tokens_per_micro_batch']:,}",
+            str(row["rollout.tensor_parallel_size"]),
+            f"{row.number('margin_gib'):.1f}",
+            row["tightest"].replace("_", " ") if row["fits"] else "does not fit",
+            row["kv_sequences"],
+            f"{row.number('step_s'):.0f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
 _SEQUENCES = "full-length sequences at one time"
 
 

@@ -71,7 +71,7 @@ def explain(
 
 
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    rollout, training, tp = config.rollout, config.training, config.rollout.tensor_parallel_size
+    rollout, training, tp = config.rollout, config.training, config.rollout.engine_ranks
     prompts, group, max_tokens = (
         rollout.num_prompts_per_step,
         rollout.group_size,
@@ -79,7 +79,9 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     )
     samples = prompts * group
     yield Row("ranks", f"{num_ranks:,}", "--ranks, else WORLD_SIZE, else 1")
-    yield Row("engines", f"{num_ranks // tp:,}", f"{num_ranks} ranks / tensor_parallel_size {tp}")
+    size = rollout.tensor_parallel_size
+    engines = f"{'<= ' if size == 'auto' else ''}{num_ranks // tp:,}"
+    yield Row("engines", engines, f"{num_ranks} ranks / tensor_parallel_size {size}")
     yield Row("samples", f"{samples:,}", f"{prompts} prompts x group_size {group}")
     if rollout.dynamic_sampling:
         yield Row(

@@ -1,26 +1,30 @@
 """Asks the planner whether a run fits its GPUs, and what its config's auto stands for.
 
-The planner runs in a process of its own, because it replaces parts of torch while it works.
+The planner runs in a process of its own, because it replaces parts of torch while it works. That
+process runs this module, which ties it to the rank that asks.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
 from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import decided
-from grpo_spmd.config.schema import DECIDED_KEYS, Config
-from grpo_spmd.distributed.processes import LAUNCH_VARIABLES
+from grpo_spmd.config.load import decided, decided_values
+from grpo_spmd.config.schema import DECIDED_KEYS, ENGINE_RANKS_KEY, MICRO_BATCH_KEY, Config
+from grpo_spmd.distributed.processes import LAUNCH_VARIABLES, end_with_parent
 from grpo_spmd.observe.cards import find_device
 
 # A plan takes about 10 seconds of an idle core, with suggestions a minute.
@@ -30,43 +34,45 @@ _PLAN_S = 300.0
 class Decision(NamedTuple):
     """Holds what stands in the place of auto, and a line about it for the log."""
 
-    recompute: bool | Literal["selective"]
-    tokens: int
+    values: dict[str, Any]  # by key
     line: str
     is_certain: bool  # False: the planner cannot say, or its estimates say that it does not fit
+
+
+def ranks_of_a_node() -> int:
+    """Returns how many ranks of this launch are on each node; 1 if its launcher does not say."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def keep_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
     """Returns the config with the values of a checkpoint's flat config in the place of auto.
 
-    A micro-batch that would no longer hold the longest rollout is decided anew.
+    A micro-batch that would no longer hold the longest rollout is decided anew, and so is an engine
+    that the ranks of a node no longer make up.
     """
-    recompute, tokens = (recorded.get(key, "auto") for key in DECIDED_KEYS)
-    if tokens != "auto" and tokens < config.max_rollout_tokens:
-        tokens = "auto"
-    return decided(config, recompute=recompute, tokens=tokens)
+    values = {key: recorded[key] for key in DECIDED_KEYS if recorded.get(key, "auto") != "auto"}
+    if values.get(MICRO_BATCH_KEY, math.inf) < config.max_rollout_tokens:
+        del values[MICRO_BATCH_KEY]
+    if ranks_of_a_node() % values.get(ENGINE_RANKS_KEY, 1):
+        del values[ENGINE_RANKS_KEY]
+    return decided(config, values)
 
 
 def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: int) -> Decision:
     """Returns what the planner decides for GPUs of this name and memory.
 
     Raises ConfigError if the run cannot fit by its counted bytes. If the planner cannot say, the
-    run goes on without recomputation and with the largest micro-batch, and the line says so.
+    run goes on with the planner's first choices, and the line says so.
     """
-    card = find_device(device_name, gib)
-    # Memory alone is decided here: the speeds of an unknown card do not matter.
-    name = card.name if card else f"{gib:.2f}GiB,100TFLOPS,1000GB/s"
     try:
-        plan = _run_planner(config, name, num_ranks)
+        plan = run_planner(config, card_name(device_name, gib), num_ranks)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
-        values = decided(config, recompute=False, tokens=config.micro_batch_tokens)
-        line = f"{_values_text(values)}: the planner cannot say whether it fits: {error}"
-        return _decision(values, line, is_certain=False)
-    recompute, tokens = (plan["decided"][key] for key in DECIDED_KEYS)
-    values = decided(config, recompute=recompute, tokens=tokens)
+        values = decided_values(config)
+        line = f"{values_text(values)}: the planner cannot say whether it fits: {error}"
+        return Decision(values, line, is_certain=False)
     phase = plan["tightest_phase"]
     line = (
-        f"{_values_text(values)}: {plan['phases'][phase]['peak_gib']:.1f} of "
+        f"{values_text(plan['decided'])}: {plan['phases'][phase]['peak_gib']:.1f} of "
         f"{plan['gpu']['gib']:.1f} GiB in {phase}, by the planner (margin "
         f"{plan['margin_gib']:.1f} GiB)"
     )
@@ -80,21 +86,25 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
         raise ConfigError(f"the run cannot fit this GPU: {line}; {remedy}")
     if not plan["fits"]:
         line += f"; by its estimates the run does not fit: {remedy}"
-    return _decision(values, line, is_certain=plan["fits"])
+    return Decision(plan["decided"], line, is_certain=plan["fits"])
 
 
-def _decision(values: Config, line: str, *, is_certain: bool) -> Decision:
-    return Decision(values.model.recompute, values.micro_batch_tokens, line, is_certain)
+def values_text(values: Mapping[str, Any]) -> str:
+    """Returns the values of DECIDED_KEYS in one line."""
+    pairs = (f"{key.partition('.')[2]}: {json.dumps(value)}" for key, value in values.items())
+    return ", ".join(pairs).replace('"', "")
 
 
-def _values_text(config: Config) -> str:
-    recompute = json.dumps(config.model.recompute).strip('"')
-    return (
-        f"activation_checkpointing: {recompute}, {config.micro_batch_tokens:,} tokens a micro-batch"
-    )
+def card_name(device_name: str, gib: float) -> str:
+    """Returns what the planner calls a device."""
+    card = find_device(device_name, gib)
+    # Memory alone is asked about: the speeds of an unknown card do not matter.
+    return card.name if card else f"{gib:.2f}GiB,100TFLOPS,1000GB/s"
 
 
-def _run_planner(config: Config, card: str, num_ranks: int) -> dict[str, Any]:
+def run_planner(
+    config: Config, card: str, num_ranks: int, *, limit_s: float = _PLAN_S
+) -> dict[str, Any]:
     """Returns the plan as JSON. Raises OSError, ValueError or SubprocessError without one."""
     # No GPU, and nothing of this launch of torchrun: the planner has ranks of its own.
     environment = {k: value for k, value in os.environ.items() if k not in LAUNCH_VARIABLES}
@@ -102,18 +112,25 @@ def _run_planner(config: Config, card: str, num_ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="grpo_spmd_plan_") as folder:
         source, result = Path(folder, "config.yaml"), Path(folder, "plan.json")
         source.write_text(yaml.safe_dump(config_to_dict(config)), encoding="utf-8")
-        command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(source)]
+        command = [sys.executable, "-m", __name__, str(os.getpid()), "--config", str(source)]
         command += ["--gpu", card, "--ranks", str(num_ranks), "--json", str(result)]
+        command += ["--ranks-per-node", str(ranks_of_a_node())]
         answer = subprocess.run(
             command,
             env=environment,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PLAN_S,
+            timeout=limit_s,
             check=False,
         )
         if not result.exists():
             lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
             raise ValueError(lines[-1][:300])
         return dict(json.loads(result.read_text(encoding="utf-8")))
+
+
+if __name__ == "__main__":
+    # Nothing else would end it where the run is killed.
+    end_with_parent(signal.SIGKILL, int(sys.argv.pop(1)))
+    runpy.run_module("grpo_spmd.plan", run_name="__main__", alter_sys=True)

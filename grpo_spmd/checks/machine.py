@@ -54,7 +54,7 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
 
     `local_world_size` is the number of ranks of each node, or None if it is not known.
     """
-    engine = config.rollout.tensor_parallel_size
+    engine = config.rollout.engine_ranks
     ranks = "the number of ranks"
     _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
     # The ranks of an engine exchange activations in every layer: they need the node's fast links.

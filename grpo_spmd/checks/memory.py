@@ -291,7 +291,7 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
 
 def engine_weights(config: Config, model: ModelFacts) -> int:
     """Returns the bytes of an engine's weights on one rank."""
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.engine_ranks
     # vLLM splits matrices over the ranks of an engine. Norms and biases are whole on each rank.
     return itemsize * sum(
         math.prod(shape) // (tp if len(shape) > 1 else 1) for shape in model.shapes.values()
@@ -309,7 +309,7 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     scores = any(reward.model is not None for reward in config.rewards)
     if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
         return 0
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.engine_ranks
     sizes = Counter({"tables": tables})
     for shapes in (model.shapes, engine_adapter_shapes(config, model.shapes)):
         for name, shape in shapes.items():
@@ -359,7 +359,7 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
     Groups that dynamic sampling starts later, in the place of dropped ones, are not counted.
     """
     # An engine samples whole groups.
-    engines = num_ranks // config.rollout.tensor_parallel_size
+    engines = num_ranks // config.rollout.engine_ranks
     return -(-config.rollout.num_launched_prompts // engines) * config.rollout.group_size
 
 
@@ -368,7 +368,7 @@ def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.in
 
     `num_held_out` counts the prompts of all held-out sets; without it, as where no data is read,
     an evaluation has no bound. A judge gets one text for each completion, so never more."""
-    engines = num_ranks // config.rollout.tensor_parallel_size
+    engines = num_ranks // config.rollout.engine_ranks
     rollouts = sequences_of_engine(config, num_ranks)
     # An evaluation distributes completions, not prompts.
     is_on = config.eval.every_steps > 0
@@ -377,7 +377,7 @@ def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.in
 
 def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
     """Yields the engine's memory on one rank."""
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.tensor_parallel_size
+    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.engine_ranks
     yield Row(
         "weights",
         size_text(engine_weights(config, model)),
@@ -554,7 +554,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
         )
     rollout, training, optimizer = config.rollout, config.training, config.optimizer
     # Engines wait for the one with most groups.
-    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.tensor_parallel_size
+    prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.engine_ranks
     if prompts % engines:
         problem = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"
         if prompts < engines:

@@ -301,7 +301,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
             f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion}) "
             f"= {max_tokens}, but the model has {positions} positions; lower one of them"
         )
-    size, heads = config.rollout.tensor_parallel_size, model.get("num_attention_heads")
+    size, heads = config.rollout.engine_ranks, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
     # vLLM splits heads over an engine's ranks; it repeats KV heads if there are fewer.
     if isinstance(heads, int) and heads % size:
@@ -325,7 +325,7 @@ def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
     # A sliding window bounds the cache.
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
-    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.tensor_parallel_size)
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.engine_ranks)
     return token * engine_tokens(config)
 
 

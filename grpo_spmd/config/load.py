@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -22,7 +22,7 @@ from grpo_spmd.config.describe import flat, flatten_config, join_key
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.config.rules import check_rules
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import DECIDED_KEYS, Config
 
 FROM_RECIPE = "from algorithm:"  # begins the source of a value that a recipe gave
 _MAX_FILE_BYTES = 1 << 20
@@ -386,14 +386,22 @@ def with_cpu_defaults(config: Config) -> Config:
     have more, and never more than auto may choose elsewhere.
     """
     two_rollouts = max(_CPU_MICRO_BATCH_TOKENS, 2 * config.max_rollout_tokens)
-    return decided(config, recompute=False, tokens=min(config.micro_batch_tokens, two_rollouts))
+    values = (False, min(config.micro_batch_tokens, two_rollouts), 1)
+    return decided(config, dict(zip(DECIDED_KEYS, values, strict=True)))
 
 
-def decided(config: Config, *, recompute: bool | Literal["selective"], tokens: int) -> Config:
-    """Returns the config with these values in the place of auto; a value that is set stays."""
-    model, training = config.model, config.training
-    if model.activation_checkpointing == "auto":
-        model = dataclasses.replace(model, activation_checkpointing=recompute)
-    if training.max_tokens_per_micro_batch == "auto":
-        training = dataclasses.replace(training, max_tokens_per_micro_batch=tokens)
-    return dataclasses.replace(config, model=model, training=training)
+def decided(config: Config, values: Mapping[str, Any]) -> Config:
+    """Returns the config with these values, by key, in the place of auto; what is set stays."""
+    for key, value in values.items():
+        name, _, field = key.partition(".")
+        section = getattr(config, name)
+        if getattr(section, field) == "auto":
+            changed: Any = {name: dataclasses.replace(section, **{field: value})}
+            config = dataclasses.replace(config, **changed)
+    return config
+
+
+def decided_values(config: Config) -> dict[str, Any]:
+    """Returns the values of DECIDED_KEYS; for those that are auto, the planner's first choice."""
+    values = (config.model.recompute, config.micro_batch_tokens, config.rollout.engine_ranks)
+    return dict(zip(DECIDED_KEYS, values, strict=True))

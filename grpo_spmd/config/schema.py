@@ -25,7 +25,10 @@ SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}
 # What training.max_tokens_per_micro_batch: auto is if it fits.
 _AUTO_MICRO_BATCH_TOKENS = 16384
 # Keys that a run may leave to the planner. What was decided is kept when the run resumes.
-DECIDED_KEYS = ("model.activation_checkpointing", "training.max_tokens_per_micro_batch")
+RECOMPUTE_KEY = "model.activation_checkpointing"
+MICRO_BATCH_KEY = "training.max_tokens_per_micro_batch"
+ENGINE_RANKS_KEY = "rollout.tensor_parallel_size"
+DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
 # The adapter ranks that vLLM makes room for.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Trackers, which are also the names of their packages.
@@ -154,8 +157,9 @@ class RolloutConfig:
     # vLLM silently samples at 0.01 where less is asked for.
     temperature: Annotated[float, Meta(ge=0.01)] = 1.0
     """sampling temperature; the policy's logprobs are computed at the same one"""
-    tensor_parallel_size: PositiveInt = 1
-    """ranks that share one engine"""
+    tensor_parallel_size: PositiveInt | Literal["auto"] = "auto"
+    """ranks that share one engine. auto: the fewest of 1, 2, 4 and 8 with which the engine fits by
+    the planner, on a CPU 1"""
     dynamic_sampling: bool = False
     """drop groups whose rewards are all equal, and sample further prompts in their place"""
     dynamic_sampling_max_rounds: PositiveInt = 10
@@ -179,6 +183,11 @@ class RolloutConfig:
     a step: at least 256, at most vLLM's own default"""
 
     @property
+    def engine_ranks(self) -> int:
+        """`tensor_parallel_size`; 1 while it is auto."""
+        return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+
+    @property
     def num_launched_prompts(self) -> int:
         """Prompts started in a short round of tail batching; without it the prompts of a step."""
         # Rounded first: 100 * 1.1 is above 110 in floating point.
@@ -189,7 +198,11 @@ class RolloutConfig:
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
         """`sleep_level`, else what the sync needs: 2 if it sends all weights, else 1."""
-        # Level 2 drops the weights, which is right where the next sync brings all of them.
+        # Level 2 drops the weights, which is right where the next sync brings all of them. A base
+        # that stays needs level 1, which copies it at each sleep, since vLLM (0.26 to 0.33) drops
+        # its copy at each wake. A copy of ours at level 2 would not be enough: vLLM's tables of
+        # which token has which adapter lie in the same pool, and it writes them only where they
+        # differ from what it last wrote (LoRAModelManager._last_mapping).
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 

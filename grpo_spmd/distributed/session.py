@@ -35,8 +35,6 @@ class Session:
     device: torch.device
     mesh: DeviceMesh
     """The policy is sharded over it: "shard", or "replicate" x "shard" (HSDP)."""
-    engine_group: dist.ProcessGroup | None
-    """The ranks that share this one's engine, over gloo; None: the rank has its own engine."""
     is_restart: bool = False
     """torchrun started the ranks again after a failure. The same on all ranks."""
     attempt: int = 1
@@ -47,15 +45,11 @@ class Session:
         return self.rank == 0
 
 
-def start_session(
-    num_replicas: int = 1,
-    tensor_parallel_size: int = 1,
-    watchdog: WatchdogConfig = _DEFAULT_LIMITS,
-) -> Session:
+def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIMITS) -> Session:
     """Collective. Joins the process group that torchrun describes, else a group of this rank alone.
 
     The doctor watches until `end_session`. Consecutive ranks share one of `num_replicas` copies of
-    the policy, and `tensor_parallel_size` of them an engine; both divide the number of ranks.
+    the policy, which divide the number of ranks.
     """
     if "RANK" not in os.environ:
         _set_single_rank()
@@ -95,16 +89,12 @@ def start_session(
         timeout=timeout,
     )
     mesh = policy_mesh(device, num_replicas)
-    engine_group = None
-    if tensor_parallel_size > 1:
-        engine_group, _ = dist.new_subgroups(tensor_parallel_size, backend="gloo")
     return Session(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
         device=device,
         mesh=mesh,
-        engine_group=engine_group,
         is_restart=is_restart,
         attempt=attempt,
     )
@@ -184,6 +174,12 @@ def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
     if num_replicas == 1:
         del sizes["replicate"]
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def engine_group(num_ranks: int) -> dist.ProcessGroup | None:
+    """Collective. Returns the `num_ranks` consecutive ranks that share this one's engine, over
+    gloo; None if the rank has its own engine."""
+    return dist.new_subgroups(num_ranks, backend="gloo")[0] if num_ranks > 1 else None
 
 
 def end_session() -> None:

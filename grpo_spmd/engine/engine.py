@@ -28,7 +28,7 @@ from grpo_spmd.distributed.collectives import (
     barrier,
     on_first_in_group,
 )
-from grpo_spmd.distributed.session import Session
+from grpo_spmd.distributed.session import Session, engine_group
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
@@ -63,7 +63,7 @@ _AGREE_EVERY_STEPS = 8
 
 
 class RolloutEngine:
-    """Runs one vLLM engine on this rank, or on a group of `tensor_parallel_size` consecutive ranks.
+    """Runs one vLLM engine on this rank, or on a group of consecutive ranks.
 
     States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`.
     It raises EngineStateError rather than answer from the weights of another step. On a CPU vLLM
@@ -92,8 +92,10 @@ class RolloutEngine:
         self._stop_token_ids = sorted(stop_token_ids)
         self._sleep_level = rollout.sleep_level_with(model.lora)
         self._on_cpu = session.device.type == "cpu"
-        self.tp_size = rollout.tensor_parallel_size
+        self.tp_size = rollout.engine_ranks
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
+        # The ranks that share this one's engine.
+        self._group = engine_group(self.tp_size)
         self.num_engines = session.world_size // self.tp_size
         self.policy_version: int | None = None
         self._weights_awake = True
@@ -374,13 +376,13 @@ class RolloutEngine:
         """Collective over the engine's ranks. Returns the job that its first rank claims, or None.
 
         None means that no job is left."""
-        group = self._session.engine_group
+        group = self._group
         claim_one = partial(claim, queue, num_jobs, self.num_engines)
         return claim_one() if group is None else on_first_in_group(claim_one, group)
 
     def _must_abort(self, num_steps: int) -> bool:
         """Collective over the engine's ranks. Returns True, on all of them, if one should abort."""
-        group = self._session.engine_group
+        group = self._group
         if group is None:
             return self._should_abort()
         # All ranks take the same steps, so that they agree at the same ones.
@@ -392,7 +394,7 @@ class RolloutEngine:
         Only the first rank asks `early_stop`, once in several steps."""
         if num_steps % _AGREE_EVERY_STEPS:
             return False
-        group = self._session.engine_group
+        group = self._group
         is_over = self.tp_rank == 0 and early_stop.is_over()
         return is_over if group is None else any_rank(is_over, group)
 
@@ -419,7 +421,7 @@ class RolloutEngine:
         `max_in_flight` conversations are open,"""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
-        conversations = Conversations(hooks, self._session.engine_group, self.engine_rank)
+        conversations = Conversations(hooks, self._group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
         no_more_batches = False
         num_steps = 0

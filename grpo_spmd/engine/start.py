@@ -54,7 +54,7 @@ def start_vllm(
     session: Session,
     num_sequences: float = math.inf,
 ) -> Any:
-    """Collective. Returns a vllm.LLM with dummy weights, over `rollout.tensor_parallel_size` ranks.
+    """Collective. Returns a vllm.LLM with dummy weights, over `engine_ranks` ranks.
 
     `num_sequences` is the most that an engine gets at one time. Raises ConfigError if the config is
     the likely reason that vLLM does not start."""
@@ -78,7 +78,7 @@ def start_vllm(
         "distributed_executor_backend": "external_launcher",
         # Every request brings its own seed.
         "seed": 0,
-        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "tensor_parallel_size": rollout.engine_ranks,
         "enable_prefix_caching": True,
         # Logprobs at the temperature, as the policy's are.
         "logprobs_mode": "processed_logprobs",
@@ -93,7 +93,7 @@ def start_vllm(
         # generator of a request that has a seed, and a CPU generator cannot be ("CPU Generator does
         # not use offset", v1/worker/gpu_model_runner.py, 0.28 to 0.32). Without pieces vLLM wants
         # room for the longest sequence in a step; its own default on a CPU is 4,096 a rank.
-        step_tokens = max(4096 * rollout.tensor_parallel_size, max_rollout_tokens)
+        step_tokens = max(4096 * rollout.engine_ranks, max_rollout_tokens)
         options |= {
             "enforce_eager": True,
             "block_size": 32,
@@ -154,7 +154,7 @@ def _cpu_kv_cache_bytes(
     # 2: a token has keys and values.
     token_bytes = 2 * config.num_hidden_layers * heads * width * itemsize
     num_tokens = max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size
-    num_engines = max(1, world_size // rollout.tensor_parallel_size)
+    num_engines = max(1, world_size // rollout.engine_ranks)
     return max(64 << 20, min(int(token_bytes * num_tokens // num_engines), cpu_cache_bytes()))
 
 
@@ -239,12 +239,12 @@ def refuse_unshareable_segments(rollout: RolloutConfig, device: str) -> None:
     if (
         device == "cuda"
         and "expandable_segments:true" in settings
-        and rollout.tensor_parallel_size in (2, 4, 6, 8, 16)
+        and rollout.engine_ranks in (2, 4, 6, 8, 16)
         and True not in (options.get("disable_custom_all_reduce"), options.get("enforce_eager"))
     ):
         raise ConfigError(
             "PYTORCH_ALLOC_CONF: expandable_segments with rollout.tensor_parallel_size "
-            f"{rollout.tensor_parallel_size}: vLLM's custom all-reduce cannot share such memory "
+            f"{rollout.engine_ranks}: vLLM's custom all-reduce cannot share such memory "
             "between ranks; leave it out, or set rollout.engine.disable_custom_all_reduce=true "
             "(NCCL's, as without NVLink)"
         )

@@ -153,6 +153,7 @@ class Episodes:
                 seed=episode.seed(len(state.turns)),
                 temperature=self.temperature,
                 max_tokens=state.max_turn_tokens(),
+                is_rollout=self.temperature is None,
             )
             self.requests.append((episode.conversation, request))
         elif state.turns:
@@ -307,6 +308,7 @@ class AgentEpisodes(Episodes):
                 seed=self.running[conversation].seed(turn.key),
                 temperature=self.temperature,
                 max_tokens=min(turn.max_tokens, self.limits.max_turn_tokens),
+                is_rollout=self.temperature is None,
             )
             self.requests.append((conversation, request))
             return

@@ -123,9 +123,10 @@ def generate(
 
     Job j has `sizes[j]` conversations, which one engine samples. With environments a completion is
     an episode, and an engine's other ranks get {}. `task` returns the prompt and the seeds of a
-    conversation. `expected` has the expected tokens of one completion by job, equal on all ranks;
-    None if they are unknown. `hooks` are further fields of GenerationHooks; only `on_completion` is
-    for episodes too.
+    conversation. `temperature` is that of an evaluation, which has no logprobs, since nobody reads
+    them; None for rollouts. `expected` has the expected tokens of one completion by job, equal on
+    all ranks; None if they are unknown. `hooks` are further fields of GenerationHooks; only
+    `on_completion` is for episodes too.
     """
     if environments is not None:
         return environments.generate(
@@ -143,7 +144,8 @@ def generate(
         if turns:
             return None
         prompt, seed = task((job, number))
-        return Request(prompt.token_ids, seed(), temperature)
+        is_rollout = temperature is None
+        return Request(prompt.token_ids, seed(), temperature, is_rollout=is_rollout)
 
     request_hooks = GenerationHooks(next_request, **hooks)
     return engine.generate_shared(sizes, request_hooks, policy_version, expected)

@@ -49,7 +49,7 @@ def open_rewards(
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
     # An engine's other ranks have started no environment.
-    if environments is not None and session.rank % config.rollout.tensor_parallel_size == 0:
+    if environments is not None and session.rank % config.rollout.engine_ranks == 0:
         check_known_rewards(config, environments.weights)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
     called = config.pool_rewards

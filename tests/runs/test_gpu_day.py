@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu_day import day
 from benchmarks.gpu_day.day import Day, DayError, Step
-from benchmarks.support.tree import marked
+from benchmarks.support.tree import kill_tree, marked
 from tests.support.processes import ROOT, run_command
 
 
@@ -24,8 +26,8 @@ def _command(folder: Path, names: str, minutes: float = 1, *old: Path) -> list[s
     return [sys.executable, "-m", "tests.support.made_up_day", *day]
 
 
-def _state(folder: Path, location: str = "out") -> dict[str, dict[str, str]]:
-    steps: dict[str, dict[str, str]] = json.loads((folder / location / "state.json").read_text())[
+def _state(folder: Path, location: str = "out") -> dict[str, dict[str, Any]]:
+    steps: dict[str, dict[str, Any]] = json.loads((folder / location / "state.json").read_text())[
         "steps"
     ]
     return steps
@@ -77,6 +79,45 @@ def test_a_driver_that_is_killed_goes_on_and_ends_what_it_left_running(
     assert [(name, step["status"]) for name, step in _state(tmp_path).items()] == [
         ("row", "done"), ("once", "done"), ("skip", "skipped"),
     ]  # fmt: skip
+
+
+def test_the_dry_day_is_killed_in_a_run_and_goes_on(tmp_path: Path) -> None:
+    """The real command: killed while vLLM runs in its second step, and begun again."""
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    command = [sys.executable, "-m", "benchmarks.gpu_day", "--dry", "--commit", "abc"]
+    command += ["--scratch", str(scratch), "--out", str(out)]
+
+    def start_until(condition: Callable[[], bool]) -> None:
+        """Starts the day, and kills its driver once the condition holds."""
+        driver = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        end = time.monotonic() + 300
+        try:
+            while not condition():
+                assert driver.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.1)
+        finally:
+            driver.kill()
+            driver.wait()
+
+    log = scratch / "logs/smoke.log"
+    start_until(lambda: log.exists() and "starting vLLM" in log.read_text())
+    initial = _state(tmp_path, "scratch")
+    assert {name: step["status"] for name, step in initial.items()} == {
+        "host": "done", "smoke": "running",
+    }  # fmt: skip
+    try:
+        start_until(lambda: "tests" in _state(tmp_path, "scratch"))
+        steps = _state(tmp_path, "scratch")
+        assert steps["host"] == initial["host"]
+        assert (steps["smoke"]["status"], steps["smoke"]["starts"]) == ("done", 2)
+        assert not marked(initial["smoke"]["mark"])
+        rows = [json.loads(line) for line in (out / "rows.jsonl").read_text().splitlines()]
+        assert [row["benchmark"] for row in rows] == ["gpu_day_host", "gpu_day_smoke"]
+        assert rows[1]["passed"] is True
+    finally:
+        for step in _state(tmp_path, "scratch").values():
+            kill_tree(step["mark"])
 
 
 def test_a_step_whose_limit_does_not_fit_waits_for_the_next_command_on_another_machine(

@@ -58,7 +58,7 @@ ROOM_TOKENS = {
     "episodes": 25_000,
     "rollout": 9_750,
     "checkpoint": 9_600,
-    "checks": 15_600,
+    "checks": 15_650,
     "signals": 14_200,
     "parts": 3_100,
     "loop": 800,

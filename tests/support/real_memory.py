@@ -42,7 +42,7 @@ def lone_rank(num_ranks: int, num_replicas: int) -> Iterator[Session]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         device = torch.device("cpu")
-        yield Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas), None)
+        yield Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas))
     finally:
         dist.destroy_process_group()
 

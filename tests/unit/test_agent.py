@@ -195,6 +195,8 @@ def test_each_turn_is_answered_with_what_was_sampled_for_it_at_the_generations_t
         requests = episodes.ready(0.0)
         assert [conversation for conversation, _ in requests] == conversations
         assert all(request is not None and request.temperature == 0.6 for _, request in requests)
+        # Of an evaluation, whose logprobs nobody reads.
+        assert not any(request is not None and request.is_rollout for _, request in requests)
         for conversation in reversed(conversations):
             text = f"turn {turn} of {conversation[1]}"
             ids = CHAT.sampled(text)

@@ -64,7 +64,7 @@ class Engine:
 
     def __init__(self, rank: int = 0) -> None:
         self._engine = StandInVllm()
-        self._session = SimpleNamespace(rank=rank, engine_group=None)
+        self._session, self._group = SimpleNamespace(rank=rank), None
         self._on_cpu, self.tp_rank, self.engine_rank = True, 0, 0
 
     def _refuse_unless_ready(self, policy_version: int) -> None:

@@ -255,7 +255,10 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(
         10_000 - len(context) for context in contexts
     ]  # the narrowest limit is that of the whole context
     seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
-    wanted = [Request(*item) for item in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)]
+    wanted = [
+        Request(*item, is_rollout=False)
+        for item in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)
+    ]
     assert requests == [((0, 1), request) for request in wanted]
     assert [message["role"] for message in episode.messages] == [
         "assistant",

@@ -28,6 +28,7 @@ from grpo_spmd.rollout.evaluate import (
     pass_at_k,
     summarise,
 )
+from grpo_spmd.rollout.sample import generate
 
 # The estimators
 
@@ -180,8 +181,14 @@ class Engine(RolloutEngine):
         self._stop_token_ids: list[int] = []
         self._adapters = None
         self._temperatures: set[float] = set()
-        self._engine: Any = SimpleNamespace(add_request=lambda *_, **__: None)
+        # What vLLM was asked for: None is no logprobs, 0 the sampled token's.
+        self.logprobs: list[int | None] = []
+        self._engine: Any = SimpleNamespace(add_request=self._take)
         self.tp_rank, self.tp_size = 0, 1
+
+    def _take(self, request_id: str, prompt: Any, params: Any, **_: Any) -> None:
+        assert params.max_tokens == self._rollout.max_completion_tokens
+        self.logprobs.append(params.logprobs)
 
     def reset_prefix_cache(self) -> None:
         pass
@@ -261,6 +268,15 @@ def test_an_evaluation_is_sampled_at_its_temperature_and_another_one_is_seen(
     )
     with pytest.raises(EngineStateError, match=r"at temperature 1, and eval.temperature is 0.6"):
         evaluator.evaluate(2)
+
+
+@pytest.mark.parametrize("evaluator", ["completions"], indirect=True)
+def test_an_evaluation_asks_for_no_logprobs_and_a_rollout_does(evaluator: Evaluator) -> None:
+    engine: Any = evaluator.engine
+    evaluator.evaluate(0)
+    assert engine.logprobs == [None] * 6
+    generate(engine, None, [1, 2], task=evaluator._task, policy_version=1)
+    assert engine.logprobs[6:] == [0] * 3
 
 
 def test_vllms_lowest_temperature_is_no_other_one() -> None:

@@ -18,9 +18,19 @@ from benchmarks.gpu_day.crash import compared, judged
 from benchmarks.gpu_day.day import Day, DayError, Step
 from benchmarks.gpu_day.gpu_tests import counted, naming
 from benchmarks.gpu_day.page import page
-from benchmarks.gpu_day.proofs import ledger_rows, sleep_row
+from benchmarks.gpu_day.proofs import ledger_rows, proof_rows, sleep_row
 from benchmarks.gpu_day.steps import DRY, GPU
-from benchmarks.speed.gpu import SIZES, model_config, training_config
+from benchmarks.speed import gpu
+from benchmarks.speed.gpu import (
+    SIZES,
+    Ceilings,
+    Run,
+    largest_that_fits,
+    memory_rows,
+    model_config,
+    phase_rows,
+    training_config,
+)
 from benchmarks.speed.gpu import make_model as make_gpu_model
 from benchmarks.speed.kernels import Kernel, kind_of, kind_rows
 from benchmarks.support.models import make_large_model
@@ -38,7 +48,8 @@ def test_the_day_fits_into_its_minutes_and_the_dry_form_has_every_step() -> None
         assert importlib.util.find_spec(step.command[1]) is not None
         assert step.command[-2:] == ("--json", "{json}")
         if "--size" in step.command:
-            assert step.command[step.command.index("--size") + 1] in SIZES
+            sizes = step.command[step.command.index("--size") + 1].split(",")
+            assert set(sizes) <= set(SIZES)
 
 
 def test_a_sleep_that_gives_back_too_little_or_less_each_time_is_a_problem() -> None:
@@ -80,6 +91,42 @@ def test_the_ledger_stands_beside_the_plan_where_there_is_one() -> None:
     )
     [row] = ledger_rows(metrics, {})
     assert (row["planned"], row["to_planned"]) == ("not there", "-")
+
+
+def test_times_and_memory_of_a_run_stand_beside_the_plan() -> None:
+    """The planner says 3 s for the update, 9 for the step and 16 GiB at most in the update."""
+    metrics = {"time/update_s": 2.0, "time/step_s": 6.0, "memory/host/offloaded_gib": 0.0}
+    metrics |= {
+        f"memory/update/{field}_gib": 20.0
+        for field in ("peak", "allocated", "reserved", "driver_used", "other")
+    }
+    metrics |= {"memory/sleep/freed_gib": 1.0, "memory/sleep/left_gib": 0.0}
+    plan = {"step_s": 9.0, "step_s_by_phase": {"update": 3.0}}
+    plan["phases"] = {"update": {"peak_gib": 16.0}}
+    config = {"model": {"dtype": "float32"}}
+    run = Run("plain", config, [metrics], [[(4, 8)]], plan)
+    rows = phase_rows(run, 1000, SIZES["tiny"], Ceilings(1e12, 1e12, 1e10, 1e10))
+    assert {row["phase"]: row["planned_s"] for row in rows} == {"update": 3.0, "step": 9.0}
+    update, sleep = memory_rows(run)
+    assert (update["peak"], update["planned"], sleep["planned"]) == (20.0, 16.0, "-")
+    alone = Run("plain", config, [metrics], [[(4, 8)]], {})
+    assert [row["planned"] for row in memory_rows(alone)] == ["-", "-"]
+    row = proof_rows([{"time/step_s": 6.0}], 1, 9.0, retained=True)[-1]
+    assert (row["what"], row["median"], row["planned"]) == ("time/step_s", 6.0, 9.0)
+
+
+def test_the_largest_size_that_fits_by_the_planner_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3B's state alone is 16 bytes for each of 3.09 B parameters: 46 GiB, and no A100-40GB has
+    that; an H200 has. The planner itself is asked."""
+    monkeypatch.setattr("benchmarks.support.planned._card", lambda: "H200-141GB")
+    assert largest_that_fits(tmp_path, ["3b", "1.5b"]) == "3b"
+    monkeypatch.setattr("benchmarks.support.planned._card", lambda: "A100-40GB")
+    assert largest_that_fits(tmp_path, ["3b", "1.5b"]) == "1.5b"
+    monkeypatch.setattr(gpu, "planned", lambda config: {})
+    assert largest_that_fits(tmp_path, ["3b", "1.5b"]) == "1.5b"
+    assert largest_that_fits(tmp_path, ["0.5b"]) == "0.5b"
 
 
 def _line(step: int, loss: float, seconds: float) -> dict[str, float]:

@@ -9,6 +9,7 @@ import os
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,13 @@ from grpo_spmd.checks.machine import check_world_size
 from grpo_spmd.checks.model_folder import check_model_sizes, folder_with_config
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
-from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import DECIDED_KEYS, Config
+from grpo_spmd.config.load import decided, decided_values, load_config
+from grpo_spmd.config.schema import ENGINE_RANKS_KEY, Config
 from grpo_spmd.files import hold_standard_streams, read_model_config, show
 from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.observe.cards import Card, find_card
-from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB, Case
+from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB, RANKS_PER_NODE, Case
 
 if TYPE_CHECKING:
     from grpo_spmd.tools.plan.phases import Plan, Suggestion
@@ -40,8 +41,10 @@ def main() -> None:
     try:
         if not 1 <= args.ranks <= _MAX_RANKS:
             raise ConfigError(f"--ranks is a number from 1 to {_MAX_RANKS:,}; got {args.ranks:,}")
+        if args.ranks_per_node is not None and not 1 <= args.ranks_per_node <= args.ranks:
+            raise ConfigError(f"--ranks-per-node is 1 to --ranks; got {args.ranks_per_node:,}")
         card = find_card(args.gpu)
-        folder = _check_config(load_config(args.config, args.overrides), args.ranks)
+        folder = _check_config(load_config(args.config, args.overrides), args)
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         logging.getLogger("torch").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", module="torch")
@@ -68,11 +71,12 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     def plan_with(overrides: Sequence[str]) -> Plan:
         # What auto became stays as it is: a suggestion changes as little as it can.
         config = load_config(args.config, [*args.overrides, *_decided_overrides(plan), *overrides])
-        _check_config(config, args.ranks)
+        _check_config(config, args)
         return plan_of(config)
 
     facts = facts_from_config(folder)
-    plan = decide(load_config(args.config, args.overrides), plan_of)
+    config = load_config(args.config, args.overrides)
+    plan = decide(config, plan_of, _engine_sizes(config, facts.config, args))
     proposals, advised = suggestions(plan, plan_with), larger_cache(plan, plan_with)
     if args.json is not None:
         text = json.dumps(_as_json(plan, proposals, advised), indent=1)
@@ -105,12 +109,8 @@ def _lora_text(proposals: Sequence[Suggestion]) -> str:
 
 def _decided_overrides(plan: Plan) -> list[str]:
     """Returns overrides with what a planned config has in the place of auto, or was set to."""
-    return [f"{key}={json.dumps(value)}" for key, value in _decided_values(plan).items()]
-
-
-def _decided_values(plan: Plan) -> dict[str, Any]:
-    config = plan.case.config
-    return dict(zip(DECIDED_KEYS, (config.model.recompute, config.micro_batch_tokens), strict=True))
+    values = decided_values(plan.case.config)
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def _text_lines(
@@ -193,7 +193,7 @@ def _as_json(
     return {
         "fits": plan.fits,
         "cannot_fit": plan.cannot_fit,  # by counted bytes alone
-        "decided": _decided_values(plan),
+        "decided": decided_values(plan.case.config),
         "margin_gib": plan.margin_gib,
         "tightest_phase": plan.tightest,
         "is_prediction": True,  # never compared with a GPU
@@ -248,12 +248,28 @@ def _join_usage(usage: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {gib:.2f}" for name, gib in _gib_by_name(usage).items())
 
 
-def _check_config(config: Config, num_ranks: int) -> Path:
+def _engine_sizes(
+    config: Config, model: Mapping[str, Any], args: argparse.Namespace
+) -> Sequence[int]:
+    """Returns how many ranks an engine may have; `model` is config.json."""
+    if config.rollout.tensor_parallel_size != "auto":
+        return (config.rollout.engine_ranks,)
+    sizes = [1]
+    for size in (2, 4, 8):
+        candidate = decided(config, {ENGINE_RANKS_KEY: size})
+        with suppress(ConfigError):
+            check_world_size(candidate, args.ranks, args.ranks_per_node or RANKS_PER_NODE)
+            check_model_sizes(candidate, model)
+            sizes.append(size)
+    return sizes
+
+
+def _check_config(config: Config, args: argparse.Namespace) -> Path:
     """Returns the model's folder.
 
     Raises ConfigError for a config that cannot run on so many ranks, or a model that cannot train.
     """
-    check_world_size(config, num_ranks, None)
+    check_world_size(config, args.ranks, args.ranks_per_node)
     path = config.model.path
     folder = folder_with_config(path, "model.path")
     with errors_about("model.path"):
@@ -272,11 +288,13 @@ def _parser() -> OverridesParser:
     )
     add: Any = parser.add_argument
     gpu_help = "by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s"
+    node_help = "ranks of a node, on which an engine stays; default: 8"
     suggest_help = "print only overrides that make it fit, one a line; none if it does"
     overrides_help = "values that replace the file's"
     add("--config", required=True, help="a YAML file; configs/ has examples")
     add("--gpu", required=True, metavar="CARD", help=gpu_help)
     add("--ranks", type=int, required=True, metavar="N", help="of the whole run")
+    add("--ranks-per-node", type=int, metavar="N", help=node_help)
     add("--json", type=Path, metavar="FILE", help="write the plan there as JSON")
     add("--suggest", action="store_true", help=suggest_help)
     add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)

@@ -38,7 +38,14 @@ from grpo_spmd.checks.model_folder import folder_with_config
 from grpo_spmd.checks.signals import Kind, SideModel, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import decided
-from grpo_spmd.config.schema import PHASES, Config, LoraConfig
+from grpo_spmd.config.schema import (
+    ENGINE_RANKS_KEY,
+    MICRO_BATCH_KEY,
+    PHASES,
+    RECOMPUTE_KEY,
+    Config,
+    LoraConfig,
+)
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     ModelFacts,
@@ -73,6 +80,8 @@ _MIN_CHUNK = 256
 _SPARE = 0.05
 # Adapters of this rank are planned where nothing else fits.
 _LORA = "model.lora.rank=16"
+# The phases in which the engine sleeps.
+_TRAINER_PHASES = ("logprobs", "update", "checkpoint")
 # The smallest micro-batch that auto becomes, if it holds a rollout.
 _MIN_MICRO_BATCH = 1024
 # Purposes whose bytes are estimates (step_time.py); those of all others are counted.
@@ -312,6 +321,13 @@ class Plan:
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
     @property
+    def engine_margin_gib(self) -> float:
+        """The free GiB in the tightest of the phases in which the engine is awake, or in its KV
+        cache beside the longest text, if those are fewer."""
+        awake = [self.margin_of(name) for name in self.phases if name not in _TRAINER_PHASES]
+        return min(*awake, (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB)
+
+    @property
     def fits(self) -> bool:
         return self.margin_gib >= 0
 
@@ -400,7 +416,7 @@ def kv_cache(case: Case) -> KvCache:
         budget = int(rollout.gpu_memory_utilization * case.card.gib * GIB)
         num_bytes = budget - engine_weights(config, case.model)
         num_bytes -= engine_activations(case) + sampler_tables(case) + graph_bytes(case)
-    token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.tensor_parallel_size)
+    token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.engine_ranks)
     tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
     sequences = sequences_of_engine(config, case.num_ranks)
     prompts = sequences // rollout.group_size
@@ -471,13 +487,23 @@ def plan_phases(
 # What auto stands for
 
 
-def decide(config: Config, plan_of: Callable[[Config], Plan]) -> Plan:
-    """Returns the plan with values in the place of each auto: the first, in order of cost, with
-    which the trainer's phases fit; the most sparing ones if none do.
+def decide(
+    config: Config, plan_of: Callable[[Config], Plan], engine_sizes: Sequence[int] = (1,)
+) -> Plan:
+    """Returns the plan with values in the place of each auto.
 
-    First layers recompute nothing, all but products, and everything. Then a micro-batch is halved,
-    down to the longest rollout.
+    An engine gets the fewest ranks, of `engine_sizes` in ascending order, with which its phases
+    fit, or if none do, those that leave most room. The trainer gets the first values, in order of
+    cost, with which its phases fit, or the most sparing ones: layers recompute nothing, all but
+    products, and everything. Then a micro-batch is halved, down to the longest rollout.
     """
+
+    def lack(candidate: Config) -> float:
+        # The trainer's values do not matter to the phases of the engine.
+        return max(0.0, -plan_of(next(_decisions(candidate))).engine_margin_gib)
+
+    sized = [decided(config, {ENGINE_RANKS_KEY: size}) for size in engine_sizes]
+    config = min(sized, key=lack) if len(sized) > 1 else sized[0]
     plans = (plan_of(candidate) for candidate in _decisions(config))
     plan = next(plans)
     while not plan.trainer_fits:
@@ -491,18 +517,19 @@ def decide(config: Config, plan_of: Callable[[Config], Plan]) -> Plan:
 def _decisions(config: Config) -> Iterator[Config]:
     """Yields the config with values in the place of each auto, the cheapest in time first; once
     without any."""
-    tokens, smallest = config.micro_batch_tokens, max(_MIN_MICRO_BATCH, config.max_rollout_tokens)
-    first = decided(config, recompute=False, tokens=tokens)
-    yield first
+    recompute, tokens = RECOMPUTE_KEY, MICRO_BATCH_KEY
+    num_tokens = config.micro_batch_tokens
+    smallest = max(_MIN_MICRO_BATCH, config.max_rollout_tokens)
+    yield decided(config, {recompute: False, tokens: num_tokens})
     if config.model.activation_checkpointing == "auto":
         # A compiled layer already keeps about as little as selective checkpointing.
         if not config.model.compile:
-            yield decided(config, recompute="selective", tokens=tokens)
-        yield decided(config, recompute=True, tokens=tokens)
+            yield decided(config, {recompute: "selective", tokens: num_tokens})
+        yield decided(config, {recompute: True, tokens: num_tokens})
     if config.training.max_tokens_per_micro_batch == "auto":
-        while tokens > smallest:
-            tokens = max(tokens // 2, smallest)
-            yield decided(config, recompute=True, tokens=tokens)
+        while num_tokens > smallest:
+            num_tokens = max(num_tokens // 2, smallest)
+            yield decided(config, {recompute: True, tokens: num_tokens})
 
 
 # Config overrides that would make a run fit, the cheapest in time first
@@ -632,7 +659,7 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
         yield f"rollout.gpu_memory_utilization={int(value * 100) / 100:g}"
     if with_engine or holds_no_rollout:
         for size in (2, 4, 8):
-            if size > rollout.tensor_parallel_size and plan.case.num_ranks % size == 0:
+            if size > rollout.engine_ranks and plan.case.num_ranks % size == 0:
                 yield f"rollout.tensor_parallel_size={size}"
 
 

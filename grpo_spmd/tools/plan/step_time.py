@@ -130,7 +130,7 @@ def nccl_bytes(case: Case) -> int:
     """Returns the bytes of the trainer's and the engine's communicators."""
     # With replicas there are two more groups: within a replica and between replicas.
     num_groups = (case.num_ranks > 1) + 2 * (case.config.model.num_replicas > 1)
-    return NCCL * num_groups + TENSOR_PARALLEL * (case.config.rollout.tensor_parallel_size > 1)
+    return NCCL * num_groups + TENSOR_PARALLEL * (case.config.rollout.engine_ranks > 1)
 
 
 def graph_bytes(case: Case) -> int:
@@ -148,7 +148,7 @@ def engine_activations(case: Case) -> int:
     engine, sizes = case.config.rollout.engine, case.sizes
     is_large = is_large_for_vllm(case.card.name, case.card.gib)
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
-    intermediate = 3 * sizes.intermediate // case.config.rollout.tensor_parallel_size
+    intermediate = 3 * sizes.intermediate // case.config.rollout.engine_ranks
     mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
     return max(mlp, engine_places(case) * sizes.vocabulary * case.itemsize)
 
@@ -346,7 +346,7 @@ def _rollout_s(case: Case, num_running: int) -> float:
     round that is not full is its share of a full one.
     Each group computes its prompt once.
     """
-    tp = case.config.rollout.tensor_parallel_size
+    tp = case.config.rollout.engine_ranks
     # An engine's ranks are on one node.
     work, speed = work_of(case, has_lm_head=True), Speed(case.card, tp)
     prompt, completion = work.lengths[0]

@@ -89,7 +89,7 @@ class Trials:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        return Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas), None)
+        return Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas))
 
     @contextmanager
     def attention(self, backend: str) -> Iterator[Config]:

@@ -55,7 +55,7 @@ def forged_groups(tokenizer: Any) -> list[RolloutGroup]:
 
 def main() -> None:
     config, out = load_config(sys.argv[1], sys.argv[3:]), Path(sys.argv[2])
-    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+    session = start_session()
     tokenizer, preemption = load_tokenizer(config.model.path), Preemption(None)
     pool = RewardPool([], config.reward_pool, out.with_suffix(f".{session.rank}.log"))
     stops = stop_token_ids(config.model.path, tokenizer)

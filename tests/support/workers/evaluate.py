@@ -46,7 +46,7 @@ def main() -> None:
         scored_here.append(len(groups))
         return pool.score(groups, tokenizer, num_step_completions=num_step_completions)
 
-    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+    session = start_session()
     pool = RewardPool(
         config.rewards, config.reward_pool, Path(config.run_dir, f"rewards_{session.rank}.log")
     )

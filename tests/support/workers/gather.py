@@ -29,7 +29,7 @@ from grpo_spmd.distributed.collectives import (
 )
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
-from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.distributed.session import Session, end_session, engine_group, start_session
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, hf_named_shards
 from grpo_spmd.model.sharding import shard_group
@@ -39,7 +39,7 @@ from tests.support.full_tensors import gather_full_tensors
 
 def main() -> None:
     config = load_config(sys.argv[1])
-    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
+    session = start_session(config.model.num_replicas)
     policy = build_policy(config.model, 1.0, session)
     expected = {name: parameter.full_tensor() for name, parameter in hf_named_parameters(policy)}
     numel = sum(t.numel() for t in expected.values())
@@ -72,7 +72,7 @@ def main() -> None:
                 tensor.zero_()
     a_receiver_that_fails_leaves_the_group_usable(policy, expected)
     one_shard_is_made_at_a_time(policy, expected)
-    ranks_of_an_engine_compare(session)
+    ranks_of_an_engine_compare(session, config.rollout.engine_ranks)
 
     # of uneven length, some empty
     payloads = [f"{session.rank}->{to}".encode() * (to * 3) for to in range(session.world_size)]
@@ -163,13 +163,14 @@ def one_shard_is_made_at_a_time(policy: Policy, expected: dict[str, Tensor]) -> 
     assert len(created) == len(expected)
 
 
-def ranks_of_an_engine_compare(session: Session) -> None:
+def ranks_of_an_engine_compare(session: Session, num_ranks: int) -> None:
     """Each engine's ranks hear of each other's payloads, and of no other engine's."""
-    if session.engine_group is None:
+    group = engine_group(num_ranks)
+    if group is None:
         return
-    engine, rank = divmod(session.rank, torch.distributed.get_world_size(session.engine_group))
-    assert find_differing_ranks(b"%d" % engine, session.engine_group) == []
-    assert find_differing_ranks(b"same" if engine else b"%d" % rank, session.engine_group) == (
+    engine, rank = divmod(session.rank, num_ranks)
+    assert find_differing_ranks(b"%d" % engine, group) == []
+    assert find_differing_ranks(b"same" if engine else b"%d" % rank, group) == (
         [] if engine else [1]
     )
 

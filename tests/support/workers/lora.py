@@ -53,7 +53,7 @@ def rollouts() -> list[Rollout]:
 class Trials:
     def __init__(self, path: str, out: Path, overrides: list[str]) -> None:
         self.config, self.out = load_config(path, overrides), out
-        self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
+        self.session = start_session()
         self.engine = RolloutEngine(
             self.config.model,
             self.config.rollout,

@@ -49,7 +49,7 @@ class Engine:
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+        self.session = start_session()
         self.preemption = Preemption(config.training.max_time_s)
         self.engine = RolloutEngine(
             config.model, config.rollout, config.max_rollout_tokens, self.session, [0],
@@ -104,7 +104,7 @@ class Engine:
         sent = on_rank0(list, self.num_sent)
         return {
             "made": created,
-            "sent": sum(sent[:: self.config.rollout.tensor_parallel_size]),
+            "sent": sum(sent[:: self.config.rollout.engine_ranks]),
             "sent_by_rank": sent,
             "reason": reason,
         }
@@ -179,7 +179,7 @@ def main() -> None:
         result["undisturbed"] = engine.step(None)
         num_keys = store._store.num_keys() if store._store else 0
         for in_round, (name, number) in enumerate(CUTS.items()):
-            if in_round and config.rollout.tensor_parallel_size > 1:
+            if in_round and config.rollout.engine_ranks > 1:
                 break  # nothing new
             buffer = engine.job(f"{run_dir}/{name}")
             engine.engine.reset_prefix_cache()

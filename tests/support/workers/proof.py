@@ -57,7 +57,7 @@ class Trials:
 
     def __init__(self, path: str, overrides: list[str]) -> None:
         self.config = load_config(path, overrides)
-        self.session = start_session(tensor_parallel_size=self.config.rollout.tensor_parallel_size)
+        self.session = start_session()
         self.engine = RolloutEngine(
             self.config.model,
             self.config.rollout,
@@ -275,7 +275,7 @@ class Trials:
             for piece in tensor.parts
             for row in range(piece.hf_start, piece.hf_start + piece.num_rows)
         ]
-        ranks = self.config.rollout.tensor_parallel_size
+        ranks = self.config.rollout.engine_ranks
 
         def check(rank_values: list[list[list[int | str]]]) -> None:
             retained = Counter(

@@ -44,7 +44,7 @@ PROMPTS = [
 
 def main() -> None:
     config, out = load_config(sys.argv[1]), Path(sys.argv[2])
-    session = start_session(tensor_parallel_size=config.rollout.tensor_parallel_size)
+    session = start_session()
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     policy = build_policy(config.model, config.rollout.temperature, session)
     WeightSync(policy, engine, config.rollout.sync_bucket_bytes(session.device.type)).sync(0)

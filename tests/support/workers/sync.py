@@ -37,7 +37,7 @@ from tests.support.workers.conversations import (
 
 def main() -> None:
     config, num_steps = load_config(sys.argv[1]), int(sys.argv[2])
-    session = start_session(config.model.num_replicas, config.rollout.tensor_parallel_size)
+    session = start_session(config.model.num_replicas)
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     refuses(lambda: engine.generate([Request([1], 0)], 0), "asleep")
     refuses(lambda: engine.load_weights(iter([]), 0), "asleep")
@@ -56,7 +56,7 @@ def main() -> None:
         refuses(
             lambda version=step: engine.generate([Request([1], 0)], version + 1), "policy_version"
         )
-        if config.rollout.tensor_parallel_size > 1:
+        if config.rollout.engine_ranks > 1:
             refuses(
                 lambda version=step: engine.generate([Request([1], engine.tp_rank)], version),
                 "ranks [1] of engine",
@@ -100,7 +100,7 @@ def kv_cache_is_as_explained(engine: RolloutEngine, config: Config) -> None:
     facts, cache = read_model(config.model.path), engine._llm.llm_engine.vllm_config.cache_config
     assert facts is not None
     assert facts.dimensions is not None
-    token = kv_bytes_per_token(facts.dimensions, 4, config.rollout.tensor_parallel_size)
+    token = kv_bytes_per_token(facts.dimensions, 4, config.rollout.engine_ranks)
     assert cache.num_gpu_blocks == cache.kv_cache_memory_bytes // (cache.block_size * token), cache
 
 
