@@ -156,7 +156,7 @@ def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
     """Returns the rows to tokenize, in the order of the file.
 
     These are all rows if they are few. Else they are the longest rows by characters, within half of
-    the budget, and every n-th row, within the other half."""
+    the budget, and every n-th row, which are about the other half."""
     sizes, half = overview_of(rows).sizes, _CHARACTER_BUDGET // 2
     total = sum(sizes)
     if total <= _CHARACTER_BUDGET:

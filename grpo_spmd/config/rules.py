@@ -300,9 +300,12 @@ def _teacher_url_errors(teacher: TeacherConfig, temperature: float) -> Iterator[
         return
     for name, url in teacher.urls.items():
         key = f"teacher.url.{name}" if name else "teacher.url"
-        yield from _url_errors(key, url)
+        errors = [*_url_errors(key, url)]
+        yield from errors
         path = urlsplit(url).path
-        if "/" in name or not path.endswith("/completions") or path.endswith("/chat/completions"):
+        is_completions = path.endswith("/completions") and not path.endswith("/chat/completions")
+        # A URL that has errors may hold a secret, and is not quoted.
+        if not errors and ("/" in name or not is_completions):
             yield (
                 f"{key} must be the address of completions, such as "
                 f"http://host:8000/v1/completions, with a name without /; got {url!r}"
@@ -409,7 +412,7 @@ def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
 
 
 def _url_errors(prefix: str, url: str) -> Iterator[str]:
-    """The address is not quoted where it may hold a secret."""
+    """Yields what is wrong with a URL, which is not quoted where it may hold a secret."""
     address, _, query = url.partition("?")
     parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
     # "code" is the name of Azure's keys.
@@ -418,7 +421,7 @@ def _url_errors(prefix: str, url: str) -> Iterator[str]:
         yield (
             f"{prefix} holds a password or a key, and would be written down; give it by headers_env"
         )
-    if not _ADDRESS.fullmatch(url):
+    elif not _ADDRESS.fullmatch(url):
         yield f"{prefix} must be an address such as http://host:8000/path; got {url!r}"
 
 

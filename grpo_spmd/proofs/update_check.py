@@ -109,7 +109,7 @@ class UpdateCheck(UpdateObserver):
         # Optimizer steps that are still to be followed.
         self._window = 0
         self._seconds = 0.0
-        # True if the policy's update of the step before has to be seen.
+        # True from a step's check until its optimizer step was seen.
         self._expects_update = False
 
     def run_if_due(

@@ -49,7 +49,8 @@ class RewardError(RuntimeError):
 
 @dataclass(eq=False)
 class FailedCallError(Exception):
-    """A call failed for a reason outside itself; the message is one line.
+    """A reward's call to a server failed: by the server, the network or the credentials, and not by
+    a fault in the reward's code. The message is one line.
 
     With `may_retry` the call may be made again, after `wait_s` seconds if its server asks for that.
     `status` is the HTTP status.

@@ -5,10 +5,10 @@ A resumed run does not sample these completions again.
     <run_dir>/rollout_buffer/step_000012/<sha256 of the file>.msgpack
 
 A completion is used again only for the same prompt, sample and sampling settings, and for
-bit-identical weights (`weights_id`). These are the weights of the step from which the run resumed.
-They are those of later steps too where training is deterministic, as on a CPU. A process that dies
-leaves a file complete or absent. A damaged file, which does not match the hash in its name, is
-ignored.
+bit-identical weights (`weights_id`). After a resume, the weights are bit-identical at the step from
+which the run resumed; at later steps only where training is deterministic, as on a CPU. A process
+that dies leaves a file complete or absent. A damaged file, which does not match the hash in its
+name, is ignored.
 """
 
 from __future__ import annotations

@@ -639,6 +639,7 @@ JUDGE = {"url": URL, "judge": "rubric.md", "judge_model": "m"}
         ({"url": "http://host/?api_key=s3cret"}, "rewards.0.url holds a password"),
         ({"url": "http://host/?code=s3cret"}, "rewards.0.url holds a password"),
         ({"url": "http:/me:s3cret@host/x"}, "rewards.0.url holds a password"),
+        ({"url": "ftp://me:s3cret@host/x"}, "rewards.0.url holds a password"),
         ({"url": "http://a..b/x"}, "rewards.0.url must be an address"),
         (
             {"url": URL, "headers_env": {"Authorization": "Bearer s3cret"}},

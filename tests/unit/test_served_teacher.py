@@ -417,6 +417,7 @@ URL = "http://127.0.0.1:8000/v1/completions"
         (["teacher.url=127.0.0.1:8000/v1/completions"], "teacher.url must be an address such as"),
         ([f"teacher.url={{a/b: {URL}}}"], "teacher.url.a/b must be the address"),
         (["teacher.url=http://me:s3cret@h/v1/completions"], "teacher.url holds a password"),
+        (["teacher.url=http://me:s3cret@h/v1"], "teacher.url holds a password"),
         (
             [f"teacher.url={URL}", "teacher.headers_env={X-Key: hf_s3cret}"],
             "teacher.headers_env.X-Key must be",

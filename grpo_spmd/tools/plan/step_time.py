@@ -142,14 +142,17 @@ def graph_bytes(case: Case) -> int:
 def engine_activations(case: Case) -> int:
     """Returns the bytes that vLLM reserves for its forward pass.
 
-    They are the larger of an MLP over all tokens of a batch, and of the logits of all sequences:
-    the profiling run of the V2 runner samples at temperature 1, which copies no logits.
+    They are the larger of two: an MLP's tensors over all tokens of a batch, or one copy of the
+    logits of all sequences. There is no second copy of the logits, because the profiling run of the
+    V2 runner samples at temperature 1.
     """
     engine, sizes = case.config.rollout.engine, case.sizes
     is_large = is_large_for_vllm(case.card.name, case.card.gib)
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
-    intermediate = 3 * sizes.intermediate // case.config.rollout.engine_ranks
-    mlp = tokens * case.itemsize * (intermediate + 3 * sizes.hidden)
+    # Of each token: gate, up and their product, which the engine's ranks share, and three tensors
+    # of the hidden width: the residual, the MLP's input and its output.
+    shared_width = 3 * sizes.intermediate // case.config.rollout.engine_ranks
+    mlp = tokens * case.itemsize * (shared_width + 3 * sizes.hidden)
     return max(mlp, engine_places(case) * sizes.vocabulary * case.itemsize)
 
 
