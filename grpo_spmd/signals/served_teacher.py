@@ -297,6 +297,10 @@ class ServerCheck(TeacherCheck):
     def _has_signal(self, rollout_id: int) -> bool:
         return rollout_id not in self._served.unanswered
 
+    def _measure_noise(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
+        """Returns nothing: a server's arithmetic is its own."""
+        return torch.zeros(0, dtype=torch.float64)
+
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
         """Returns logits [n, V] from a server's answer, or None without one. Not collective."""
         # Without a rollout there is nothing to ask.

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,9 +48,10 @@ from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     UpdateCheckSettings,
+    bound_by_noise,
     join_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,
@@ -395,36 +397,43 @@ class TeacherCheck:
         # The costliest row comes first, and more of it is compared. Few tokens have a mean that
         # rounding moves: those of the later rows are compared together.
         costliest, *later_rows = rows_to_check(batch.micro_batches)
-        for compared in (
-            self._compare_row(costliest, requests, _NUM_ROLLOUTS),
-            torch.cat(
-                [torch.zeros(0), *(self._compare_row(row, requests, 1) for row in later_rows)]
-            ),
-        ):
-            if len(compared):
-                result.check_difference(
-                    "a teacher's logprob of a token that the update is given, in nats on average,",
-                    "teacher",
-                    float(compared.mean()),
-                    self._bound,
-                )
+        for rows, num_rollouts in (([costliest], _NUM_ROLLOUTS), (later_rows, 1)):
+            compare_rows = partial(self._compare_rows, rows, requests, num_rollouts)
+            difference = compare_rows(self._compare)
+            bound = bound_by_noise(
+                self._bound, difference, partial(compare_rows, self._measure_noise)
+            )
+            result.check_difference(
+                "a teacher's logprob of a token that the update is given, in nats on average,",
+                "teacher",
+                difference,
+                bound,
+            )
         reshard(self._teacher.policy)
         return result
 
-    def _compare_row(self, row: MicroBatch, requests: Requests, num_rollouts: int) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a row, of at most
-        `num_rollouts` rollouts of each teacher."""
-        contexts = _first_contexts(row, requests)
+    def _compare_rows(
+        self,
+        rows: Sequence[MicroBatch],
+        requests: Requests,
+        num_rollouts: int,
+        compare: Callable[[Any, MicroBatch, RowContext | None], Tensor],
+    ) -> float:
+        """Collective. Returns the mean of what `compare` gives at some tokens of rows, of at most
+        `num_rollouts` rollouts of each teacher in a row; 0 without any."""
         differences = [torch.zeros(0, dtype=torch.float64)]
-        for name, source in self._sources().items():
+        for row, (name, source) in product(rows, self._sources().items()):
             chosen = self._choose(
-                c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
+                c
+                for c in _first_contexts(row, requests)
+                if requests is None or requests[c.rollout_id].teacher == name
             )
             # Each rank makes as many passes.
             for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
-                differences.append(self._compare(source, row, context))
-        return torch.cat(differences)
+                differences.append(compare(source, row, context))
+        joined = torch.cat(differences)
+        return float(joined.mean()) if len(joined) else 0.0
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
         """Returns whether a row has the signal that the config asks for."""
@@ -490,22 +499,57 @@ class TeacherCheck:
     def _compare(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
         """Collective. Returns |differences| in nats at some tokens of a context, none without
         one."""
-        if context is None:
-            # The pass is made only because it is collective.
-            self._logits(source, row.input_ids[:2], row.predict_index.new_zeros(1))
-            return torch.zeros(0, dtype=torch.float64)
-        # The context up to the last token that is compared.
-        first = context.sampled_at[0]
-        is_near = context.sampled_at <= max(first, _LONG - 1)
-        sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
-        token_ids = row.input_ids.new_tensor(context.token_ids[: sampled_at[-1] + 1])
-        tokens = row.input_ids.new_tensor(context.tokens[: len(sampled_at)])
-        logits = self._logits(source, token_ids, row.input_ids.new_tensor(sampled_at - 1))
-        if row.teacher_signal is None or logits is None:
+        places = _places(row, context)
+        logits = self._logits(source, places.token_ids, places.predict_index)
+        if context is None or row.teacher_signal is None or logits is None:
             return torch.zeros(0, dtype=torch.float64)
         # Large logits are rounded by more.
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
+        tokens = places.tokens
         return _differences(row.teacher_signal, logits, tokens, row.target_ids[tokens])
+
+    def _measure_noise(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
+        """Collective. Returns how much the number format rounds what `_compare` compares."""
+        places = _places(row, context)
+        logits = self._logits(source, places.token_ids, places.predict_index)
+        with use_float32(source.model):
+            exact = self._logits(source, places.token_ids, places.predict_index)
+        if context is None or row.teacher_signal is None or logits is None or exact is None:
+            return torch.zeros(0, dtype=torch.float64)
+        log_p = logits.log_softmax(-1)
+        rounding = (log_p - exact.log_softmax(-1)).abs().double()
+        if row.teacher_signal.logprobs is None:
+            return (log_p.exp() * rounding).sum(-1).cpu()
+        return rounding.gather(-1, row.target_ids[places.tokens][:, None])[:, 0].cpu()
+
+
+class _Places(NamedTuple):
+    """Some tokens of a row, and what is read to score them."""
+
+    token_ids: Tensor
+    """[T] The context up to the last of the tokens."""
+    predict_index: Tensor
+    """[n] The positions in it that predict the tokens."""
+    tokens: Tensor
+    """[n] The tokens' indices in the row."""
+
+
+def _places(row: MicroBatch, context: RowContext | None) -> _Places:
+    """Returns the tokens of a context that are compared. Without one it is a pass that is made
+    only because it is collective."""
+    if context is None:
+        none = row.predict_index.new_zeros(1)
+        return _Places(row.input_ids[:2], none, none[:0])
+    # The context up to the last token that is compared.
+    first = context.sampled_at[0]
+    is_near = context.sampled_at <= max(first, _LONG - 1)
+    sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+    new = row.input_ids.new_tensor
+    return _Places(
+        new(context.token_ids[: sampled_at[-1] + 1]),
+        new(sampled_at - 1),
+        new(context.tokens[: len(sampled_at)]),
+    )
 
 
 def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
