@@ -10,21 +10,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import transformers
 
-from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model_files import RewardModelFiles
 from grpo_spmd.model.values import RewardModel
-from grpo_spmd.proofs.gradient_check import (
-    MAX_SCORE_BOUND,
-    describe_errors,
-    widen_by_noise,
-)
+from grpo_spmd.proofs.gradient_check import MAX_SCORE_BOUND, describe_errors, widen_by_noise
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.records import Completion, Prompt
 
@@ -91,37 +86,25 @@ class RewardModelCheck:
         candidates = [c for c in scored if c.status in ("ok", "not_applicable")]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
-        compared: list[_Compared] = []
+        differences: list[tuple[float, float]] = []
         # A pass is collective: every rank makes the same number.
         for number in range(_NUM_TEXTS):
-            self._check(chosen[number] if number < len(chosen) else None, errors, compared)
-        differences = [text.difference for text in compared]
-        is_within = _mean(differences) <= self._mean_bound and all(
-            difference <= self._text_bound for difference in differences
-        )
-        # Equal on all ranks, which all make the further passes.
-        if any_rank(not is_within):
-            self._measure_noise(compared)
-        for text in compared:
-            bound = widen_by_noise(self._text_bound, text.noise, _MAX_TEXT_BOUND)
-            if not text.difference <= bound:
-                end = self._tokenizer.decode(text.ids[-40:])
-                errors.append(
-                    f"{text.value:.6g}, not {text.plain:.6g}, for the text that ends with {end!r}"
-                )
-        noises = [text.noise for text in compared]
+            self._check(chosen[number] if number < len(chosen) else None, errors, differences)
         largest: float | None = on_rank0(
-            lambda ranks: _raise_if_different(name, ranks, self._mean_bound),
-            [errors, differences, noises],
+            lambda ranks: _raise_if_different(name, ranks, self._mean_bound), [errors, differences]
         )
         if not self._has_run and largest is not None:
             _log.info("reward model %r: its scores are within %.0e of transformers'", name, largest)
             self._has_run = True
 
     def _check(
-        self, scored: ScoredCompletion | None, errors: list[str], compared: list[_Compared]
+        self,
+        scored: ScoredCompletion | None,
+        errors: list[str],
+        differences: list[tuple[float, float]],
     ) -> None:
-        """Collective. Scores one text again, and appends to `errors` or `compared`.
+        """Collective. Compares one score, and appends to `errors` and, relative to 1 + the score's
+        size, its difference and how much the number format rounds it to `differences`.
 
         Without a completion it only makes the pass, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
@@ -130,7 +113,10 @@ class RewardModelCheck:
         ids = ids[-max_tokens:]
         # A policy may sample a token that the model has no row for.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
-        plain = self._plain_score(ids if is_readable else [0])
+        read = ids if is_readable else [0]
+        plain = self._plain_score(read)
+        with use_float32(self._model):
+            exact = self._plain_score(read)
         if scored is None:
             return
         if is_long and not self._files.drops_start:
@@ -140,16 +126,13 @@ class RewardModelCheck:
             errors.append(f"a text of {len(ids)} tokens has no score")
         # A model that overflows gives no number to compare with.
         elif is_readable and scored.value is not None and math.isfinite(plain):
-            compared.append(_Compared(ids, scored.value, plain))
-
-    def _measure_noise(self, compared: Sequence[_Compared]) -> None:
-        """Collective. Sets the noise of this rank's texts, by passes in float32 arithmetic."""
-        with use_float32(self._model):
-            for number in range(_NUM_TEXTS):
-                text = compared[number] if number < len(compared) else None
-                exact = self._plain_score([0] if text is None else text.ids)
-                if text is not None:
-                    text.noise = _relative(exact, text.plain)
+            difference, noise = (abs(x - plain) / (1 + abs(plain)) for x in (scored.value, exact))
+            differences.append((difference, noise))
+            if not difference <= widen_by_noise(self._text_bound, noise, _MAX_TEXT_BOUND):
+                end = self._tokenizer.decode(ids[-40:])
+                errors.append(
+                    f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
+                )
 
     def _encode(self, scored: ScoredCompletion) -> list[int]:
         """Returns the tokens of prompt and completion as transformers renders and encodes them."""
@@ -180,50 +163,24 @@ class RewardModelCheck:
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
 
 
-@dataclass
-class _Compared:
-    """A text whose score is compared."""
-
-    ids: list[int]
-    value: float
-    """The score that the reward model gave."""
-    plain: float
-    """The score by a plain pass."""
-    noise: float = 0.0
-    """How much the number format rounds the plain score, relative to 1 + its size."""
-
-    @property
-    def difference(self) -> float:
-        """The difference of both scores, relative to 1 + the plain score's size."""
-        return _relative(self.value, self.plain)
-
-
-def _relative(score: float, plain: float) -> float:
-    return abs(score - plain) / (1 + abs(plain))
-
-
-def _mean(numbers: list[float]) -> float:
-    return sum(numbers) / max(len(numbers), 1)
-
-
 def _raise_if_different(
-    name: str, ranks: list[tuple[list[str], list[float], list[float]]], mean_bound: float
+    name: str, ranks: list[tuple[list[str], list[tuple[float, float]]]], mean_bound: float
 ) -> float | None:
     """Returns the largest difference over all ranks, or None if there is no text. Runs on rank 0.
 
-    `ranks` has (errors, differences, noises) of each rank. Raises RewardModelCheckError if any rank
-    has an error, or if the mean difference is above its bound."""
-    errors = describe_errors(errors for errors, *_ in ranks)
-    differences = [difference for _, differences, _ in ranks for difference in differences]
-    bound = widen_by_noise(
-        mean_bound, _mean([noise for *_, noises in ranks for noise in noises]), MAX_SCORE_BOUND
-    )
-    mean = _mean(differences)
+    `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
+    error, or if the mean difference is above its bound."""
+    errors = describe_errors(errors for errors, _ in ranks)
+    pairs = [pair for _, pairs in ranks for pair in pairs]
+    differences = [difference for difference, _ in pairs]
+    columns = zip(*pairs, (0.0, 0.0), strict=True)
+    mean, noise = (sum(column) / max(len(pairs), 1) for column in columns)
+    mean_bound = widen_by_noise(mean_bound, noise, MAX_SCORE_BOUND)
     # A single text may differ by more than the mean of several may.
-    if not errors and len(differences) >= _NUM_TEXTS and not mean <= bound:
+    if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
         errors = (
             f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
-            f"at most {bound:.3g} is rounding"
+            f"at most {mean_bound:.3g} is rounding"
         )
     if errors:
         raise RewardModelCheckError(

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -399,10 +399,8 @@ class TeacherCheck:
         costliest, *later_rows = rows_to_check(batch.micro_batches)
         for rows, num_rollouts in (([costliest], _NUM_ROLLOUTS), (later_rows, 1)):
             compare_rows = partial(self._compare_rows, rows, requests, num_rollouts)
-            difference = compare_rows(self._compare)
-            bound = bound_by_noise(
-                self._bound, difference, partial(compare_rows, self._measure_noise)
-            )
+            difference = compare_rows(of_noise=False)
+            bound = bound_by_noise(self._bound, difference, partial(compare_rows, of_noise=True))
             result.check_difference(
                 "a teacher's logprob of a token that the update is given, in nats on average,",
                 "teacher",
@@ -417,9 +415,10 @@ class TeacherCheck:
         rows: Sequence[MicroBatch],
         requests: Requests,
         num_rollouts: int,
-        compare: Callable[[Any, MicroBatch, RowContext | None], Tensor],
+        *,
+        of_noise: bool,
     ) -> float:
-        """Collective. Returns the mean of what `compare` gives at some tokens of rows, of at most
+        """Collective. Returns the mean of what `_compare` gives at some tokens of rows, of at most
         `num_rollouts` rollouts of each teacher in a row; 0 without any."""
         differences = [torch.zeros(0, dtype=torch.float64)]
         for row, (name, source) in product(rows, self._sources().items()):
@@ -431,7 +430,7 @@ class TeacherCheck:
             # Each rank makes as many passes.
             for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
-                differences.append(compare(source, row, context))
+                differences.append(self._compare(source, row, context, of_noise=of_noise))
         joined = torch.cat(differences)
         return float(joined.mean()) if len(joined) else 0.0
 
@@ -496,60 +495,44 @@ class TeacherCheck:
                 "than their rows say"
             )
 
-    def _compare(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a context, none without
-        one."""
-        places = _places(row, context)
-        logits = self._logits(source, places.token_ids, places.predict_index)
-        if context is None or row.teacher_signal is None or logits is None:
-            return torch.zeros(0, dtype=torch.float64)
-        # Large logits are rounded by more.
-        self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
-        tokens = places.tokens
-        return _differences(row.teacher_signal, logits, tokens, row.target_ids[tokens])
-
-    def _measure_noise(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
-        """Collective. Returns how much the number format rounds what `_compare` compares."""
-        places = _places(row, context)
-        logits = self._logits(source, places.token_ids, places.predict_index)
-        with use_float32(source.model):
-            exact = self._logits(source, places.token_ids, places.predict_index)
+    def _compare(
+        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+    ) -> Tensor:
+        """Collective. Returns |differences| in nats at some tokens of a context, none without one:
+        of the signal, or with `of_noise` what the number format rounds."""
+        # Without a context the pass is made only because it is collective.
+        token_ids = row.input_ids[:2]
+        tokens = predict_index = row.predict_index.new_zeros(1)
+        if context is not None:
+            # The context up to the last token that is compared.
+            first = context.sampled_at[0]
+            is_near = context.sampled_at <= max(first, _LONG - 1)
+            sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+            new = row.input_ids.new_tensor
+            token_ids = new(context.token_ids[: sampled_at[-1] + 1])
+            tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
+        logits = exact = self._logits(source, token_ids, predict_index)
+        if of_noise:
+            with use_float32(source.model):
+                exact = self._logits(source, token_ids, predict_index)
         if context is None or row.teacher_signal is None or logits is None or exact is None:
             return torch.zeros(0, dtype=torch.float64)
-        log_p = logits.log_softmax(-1)
-        rounding = (log_p - exact.log_softmax(-1)).abs().double()
-        if row.teacher_signal.logprobs is None:
-            return (log_p.exp() * rounding).sum(-1).cpu()
-        return rounding.gather(-1, row.target_ids[places.tokens][:, None])[:, 0].cpu()
+        targets = row.target_ids[tokens]
+        if of_noise:
+            return _rounding(row.teacher_signal, logits, exact, targets)
+        # Large logits are rounded by more.
+        self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
+        return _differences(row.teacher_signal, logits, tokens, targets)
 
 
-class _Places(NamedTuple):
-    """Some tokens of a row, and what is read to score them."""
-
-    token_ids: Tensor
-    """[T] The context up to the last of the tokens."""
-    predict_index: Tensor
-    """[n] The positions in it that predict the tokens."""
-    tokens: Tensor
-    """[n] The tokens' indices in the row."""
-
-
-def _places(row: MicroBatch, context: RowContext | None) -> _Places:
-    """Returns the tokens of a context that are compared. Without one it is a pass that is made
-    only because it is collective."""
-    if context is None:
-        none = row.predict_index.new_zeros(1)
-        return _Places(row.input_ids[:2], none, none[:0])
-    # The context up to the last token that is compared.
-    first = context.sampled_at[0]
-    is_near = context.sampled_at <= max(first, _LONG - 1)
-    sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
-    new = row.input_ids.new_tensor
-    return _Places(
-        new(context.token_ids[: sampled_at[-1] + 1]),
-        new(sampled_at - 1),
-        new(context.tokens[: len(sampled_at)]),
-    )
+def _rounding(signal: TeacherSignal, logits: Tensor, exact: Tensor, targets: Tensor) -> Tensor:
+    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their
+    probability, between logits [n, V] of two arithmetics."""
+    log_p = logits.log_softmax(-1)
+    differences = (log_p - exact.log_softmax(-1)).abs().double().cpu()
+    if signal.logprobs is None:
+        return (log_p.exp().cpu() * differences).sum(-1)
+    return differences.gather(-1, targets[:, None].cpu())[:, 0]
 
 
 def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
