@@ -468,7 +468,8 @@ class GradientCheck:
         self._judge_gradients(result, relative, noise)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if values is not None:
-            values.check_head_gradient(result, self._gradient_bound)
+            # The head's gradient is made of the same states, which round as the whole gradient's.
+            values.check_head_gradient(result, self._bounds_of_gradients(noise)[WHOLE])
         # A policy that is not finite is for the update to report, which then skips the step.
         is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
