@@ -62,6 +62,8 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
     "contract": measured_trials.contract,
+    "dry_run": measured_trials.dry_run,
+    "old_vllm": measured_trials.old_vllm,
     "slurm_trial": measured_trials.slurm_trial,
     "faults": measured_trials.faults,
     "gpu": measured_speed.gpu,

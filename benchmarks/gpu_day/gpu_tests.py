@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.support.report import Row, arguments_parser, report
@@ -28,16 +29,7 @@ def main() -> int:
         pytest_values = ["-m", args.marked, *naming(args.marked), *pytest_values]
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder, "junit.xml")
-        options = [
-            "-p",
-            "no:cacheprovider",
-            "--continue-on-collection-errors",
-            "-o",
-            "junit_family=xunit1",
-        ]
-        command = [sys.executable, "-m", "pytest", *options, f"--junitxml={junit}", *pytest_values]
-        environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
-        code = subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode
+        code = run_tests(sys.executable, pytest_values, junit)
         row = (
             counted(junit)
             if junit.is_file()
@@ -49,6 +41,20 @@ def main() -> int:
     return code
 
 
+def run_tests(python: str, arguments: Sequence[str], junit: Path) -> int:
+    """Runs pytest by an interpreter, with its report in `junit`. Returns the exit code."""
+    options = [
+        "-p",
+        "no:cacheprovider",
+        "--continue-on-collection-errors",
+        "-o",
+        "junit_family=xunit1",
+    ]
+    command = [python, "-m", "pytest", *options, f"--junitxml={junit}", *arguments]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, env=environment, stderr=subprocess.STDOUT).returncode
+
+
 def naming(mark: str) -> list[str]:
     """Files of tests that name the mark."""
     files = sorted(Path("tests").rglob("test_*.py"))
@@ -57,9 +63,14 @@ def naming(mark: str) -> list[str]:
     ]
 
 
-def counted(junit: Path) -> Row:
-    """Tests by how they ended, and the names of those that failed."""
-    cases = list(ElementTree.parse(junit).getroot().iter("testcase"))
+def counted(junit: Path, beginning: str = "") -> Row:
+    """Tests whose names have this beginning, by how they ended, and the names of those that
+    failed."""
+    cases = [
+        case
+        for case in ElementTree.parse(junit).getroot().iter("testcase")
+        if str(case.get("name")).startswith(beginning)
+    ]
     ended = {
         label: [case for case in cases if any(case.find(tag) is not None for tag in tags)]
         for label, tags in (("failed", ("failure", "error")), ("skipped", ("skipped",)))

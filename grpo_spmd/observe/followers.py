@@ -27,7 +27,7 @@ from typing import Any
 
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
-from grpo_spmd.distributed.processes import end_with_parent
+from grpo_spmd.distributed.processes import end_with_parent, without_launch
 from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
@@ -47,20 +47,16 @@ _LIMITS = {
     resource.RLIMIT_FSIZE: MAX_FILE,
     resource.RLIMIT_CORE: 0,
 }
-# Variables that tell a process that it is a rank, or has a GPU: a report is neither.
-_RANK_PREFIXES = (
-    "TORCHELASTIC_",
-    "MASTER_",
-    "GROUP_",
-    "ROLE_",
+# Variables of a GPU and of a debugger: a report has neither.
+_RUN_PREFIXES = (
     "NCCL_",
     "PET_",
     "TORCH_",
     "VLLM_",
     "CUDA_",
-    "LOCAL_",
+    "PYTHONBREAKPOINT",
+    "PYTHONSTARTUP",
 )
-_RANK_NAMES = ("RANK", "WORLD_SIZE", "PYTHONBREAKPOINT", "PYTHONSTARTUP")
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # Seconds for all followers together: at the end of a run, and of one that was preempted.
 FINISH_S = 60.0
@@ -151,8 +147,8 @@ class ReportProcess:
         # the environment of the run without rank and GPU
         env = {
             name: value
-            for name, value in os.environ.items()
-            if not name.startswith(_RANK_PREFIXES) and name not in _RANK_NAMES
+            for name, value in without_launch(os.environ).items()
+            if not name.startswith(_RUN_PREFIXES)
         }
         paths = [str(Path(grpo_spmd.__file__).resolve().parents[1]), env.get("PYTHONPATH", "")]
         env |= {

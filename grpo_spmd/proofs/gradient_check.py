@@ -93,7 +93,7 @@ _BOUNDS = {
 _NOISE_FACTOR = 2.0
 # However much a model rounds, a fault must show: a wrong sign makes a gradient's difference 2.
 _MAX_GRADIENT_BOUND = 0.7
-_MAX_SCORE_BOUND = 0.3
+MAX_SCORE_BOUND = 0.3
 # One lone tensor may be this many times above its bound before it stops the run, but never above
 # _MAX_GRADIENT_BOUND: without its gradient a tensor's difference is 1.
 _LONE_EXCESS = 2.0
@@ -123,6 +123,28 @@ def widen_by_noise(bound: float, noise: float, largest: float = math.inf) -> flo
     """Returns the bound of a difference in a number format that rounds by `noise`: `bound`, or what
     the noise explains, up to `largest`."""
     return max(bound, min(_NOISE_FACTOR * noise, largest))
+
+
+def bound_by_noise(
+    bound: float,
+    difference: float,
+    measure_noise: Callable[[], float],
+    largest: float = MAX_SCORE_BOUND,
+) -> float:
+    """Collective. Returns the bound of a difference: `bound`, or where a rank's difference is
+    beyond it what this rank's noise explains, up to `largest`.
+
+    `measure_noise` makes plain passes in float32 arithmetic, which every rank makes then. In
+    float32 they differ by nothing."""
+    # Written so that NaN, which compares as False, is beyond.
+    if not any_rank(not difference <= bound):
+        return bound
+    return widen_by_noise(bound, measure_noise(), largest)
+
+
+def mean_difference(scores: Tensor, others: Tensor) -> float:
+    """Returns the mean |difference| of scores [n], 0 without any."""
+    return float((scores - others).abs().mean()) if len(scores) else 0.0
 
 
 def describe_errors(errors_by_rank: Iterable[Sequence[str]]) -> str:
@@ -438,7 +460,7 @@ class GradientCheck:
             score_noise, noise = self._measure_noise(
                 rollouts, columns, teacher, counts=counts, squares=trainer_squares, device=device
             )
-            self.score_bound = widen_by_noise(self.score_bound, score_noise, _MAX_SCORE_BOUND)
+            self.score_bound = widen_by_noise(self.score_bound, score_noise, MAX_SCORE_BOUND)
         for subject, difference in differences.items():
             result.check_difference(
                 f"{subject}, in nats on average,", "logprobs", difference, self.score_bound
@@ -446,7 +468,8 @@ class GradientCheck:
         self._judge_gradients(result, relative, noise)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if values is not None:
-            values.check_head_gradient(result, self._gradient_bound)
+            # The head's gradient is made of the same states, which round as the whole gradient's.
+            values.check_head_gradient(result, self._bounds_of_gradients(noise)[WHOLE])
         # A policy that is not finite is for the update to report, which then skips the step.
         is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
@@ -464,11 +487,22 @@ class GradientCheck:
         `reference` is the function that the trainer calls, `model` has the weights; adapters of the
         model count as 0."""
         rollouts = short_rollouts(groups)
-        without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
+
+        def plain_pass() -> Tensor:
+            without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
+            with use_plain_attention(model.model), without_adapters:
+                scores = _plain_scores(model, rollouts, self._rollout.temperature, device)
+            return scores.logprobs
+
+        def measure_noise() -> float:
+            with use_float32(model):
+                return mean_difference(plain_pass(), plain)
+
         with torch.no_grad():
             logprobs, _ = reference(pack_rollouts(rollouts, device))
-            with use_plain_attention(model.model), without_adapters:
-                plain = _plain_scores(model, rollouts, self._rollout.temperature, device).logprobs
+            plain = plain_pass()
+            difference = mean_difference(logprobs, plain) if rollouts else 0.0
+            bound = bound_by_noise(self.score_bound, difference, measure_noise)
         for policy in (self._policy, model):
             reshard(policy)
         # A model that is not finite is no error here: the update reports it, and skips the step.
@@ -476,8 +510,8 @@ class GradientCheck:
             result.check_difference(
                 "the reference's logprob of a token, in nats on average,",
                 "logprobs",
-                float((logprobs - plain).abs().mean()),
-                self.score_bound,
+                difference,
+                bound,
             )
 
     def _is_beyond_bounds(self, differences: dict[str, float], relative: dict[str, float]) -> bool:
@@ -555,7 +589,7 @@ class GradientCheck:
                     terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
                     (sign * (terms["loss"].value + plain.zero)).backward()
                     logprobs.append(plain.logprobs.detach())
-        noise = float((logprobs[0] - logprobs[1]).abs().mean()) if rollouts else 0.0
+        noise = mean_difference(logprobs[0], logprobs[1])
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))
 
     def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
@@ -748,23 +782,32 @@ class _PlainScores(NamedTuple):
     """For each context the logprobs [n, V] of the whole vocabulary at its n sampled tokens."""
 
 
+def padded_contexts(
+    rollouts: Sequence[Rollout], device: torch.device
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the token ids [S, L] of one row per context, and of each the sampled positions.
+
+    A rollout of several contexts has several rows. Rows are padded on the right, which a causal
+    model does not see. Without rollouts there are two tokens, so that a rank can take part in a
+    pass."""
+    contexts = rollout_contexts(rollouts)
+    ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
+    rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True)
+    sampled = [torch.from_numpy(np.flatnonzero(context.sampled)).to(device) for context in contexts]
+    return rows.to(device), sampled
+
+
 def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
 ) -> _PlainScores:
-    """Collective. Scores rollouts with transformers' own forward pass, one row per context.
-
-    A rollout of several contexts has several rows. Rows are padded on the right, which a causal
-    model does not see. Without rollouts the pass is made over two tokens, for the collectives."""
-    contexts = rollout_contexts(rollouts)
-    ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
-    rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True).to(device)
+    """Collective. Scores rollouts with transformers' own forward pass."""
+    rows, sampled = padded_contexts(rollouts, device)
     logits = policy.plain_logits(rows).float() / temperature
     zero = (logits.sum() * 0.0).double()
     logprobs = [zero[None][:0]]
     entropy = [zero[None][:0]]
     all_logprobs = []
-    for number, context in enumerate(contexts):
-        positions = torch.from_numpy(np.flatnonzero(context.sampled)).to(device)
+    for number, positions in enumerate(sampled):
         # The logits at one position predict the next token.
         log_p = logits[number, positions - 1].log_softmax(-1)
         if len(positions):

@@ -19,8 +19,8 @@ import transformers
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model_files import RewardModelFiles
 from grpo_spmd.model.values import RewardModel
-from grpo_spmd.proofs.gradient_check import describe_errors
-from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.gradient_check import MAX_SCORE_BOUND, describe_errors, widen_by_noise
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -32,6 +32,8 @@ _NUM_TEXTS = 4
 # as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
+# However much a model rounds, scores of other texts must show.
+_MAX_TEXT_BOUND = 0.7
 
 
 class RewardModelCheckError(RuntimeError):
@@ -84,7 +86,7 @@ class RewardModelCheck:
         candidates = [c for c in scored if c.status in ("ok", "not_applicable")]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
-        differences: list[float] = []
+        differences: list[tuple[float, float]] = []
         # A pass is collective: every rank makes the same number.
         for number in range(_NUM_TEXTS):
             self._check(chosen[number] if number < len(chosen) else None, errors, differences)
@@ -96,10 +98,13 @@ class RewardModelCheck:
             self._has_run = True
 
     def _check(
-        self, scored: ScoredCompletion | None, errors: list[str], differences: list[float]
+        self,
+        scored: ScoredCompletion | None,
+        errors: list[str],
+        differences: list[tuple[float, float]],
     ) -> None:
-        """Collective. Compares one score, and appends to `errors` and `differences` (relative to 1
-        + the score's size).
+        """Collective. Compares one score, and appends to `errors` and, relative to 1 + the score's
+        size, its difference and how much the number format rounds it to `differences`.
 
         Without a completion it only makes the pass, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
@@ -108,7 +113,10 @@ class RewardModelCheck:
         ids = ids[-max_tokens:]
         # A policy may sample a token that the model has no row for.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
-        plain = self._plain_score(ids if is_readable else [0])
+        read = ids if is_readable else [0]
+        plain = self._plain_score(read)
+        with use_float32(self._model):
+            exact = self._plain_score(read)
         if scored is None:
             return
         if is_long and not self._files.drops_start:
@@ -118,9 +126,9 @@ class RewardModelCheck:
             errors.append(f"a text of {len(ids)} tokens has no score")
         # A model that overflows gives no number to compare with.
         elif is_readable and scored.value is not None and math.isfinite(plain):
-            difference = abs(scored.value - plain) / (1 + abs(plain))
-            differences.append(difference)
-            if not difference <= self._text_bound:
+            difference, noise = (abs(x - plain) / (1 + abs(plain)) for x in (scored.value, exact))
+            differences.append((difference, noise))
+            if not difference <= widen_by_noise(self._text_bound, noise, _MAX_TEXT_BOUND):
                 end = self._tokenizer.decode(ids[-40:])
                 errors.append(
                     f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
@@ -156,20 +164,23 @@ class RewardModelCheck:
 
 
 def _raise_if_different(
-    name: str, ranks: list[tuple[list[str], list[float]]], mean_bound: float
+    name: str, ranks: list[tuple[list[str], list[tuple[float, float]]]], mean_bound: float
 ) -> float | None:
     """Returns the largest difference over all ranks, or None if there is no text. Runs on rank 0.
 
     `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
-    error, or if the mean difference is above `mean_bound`."""
+    error, or if the mean difference is above its bound."""
     errors = describe_errors(errors for errors, _ in ranks)
-    differences = [difference for _, differences in ranks for difference in differences]
-    mean = sum(differences) / max(len(differences), 1)
+    pairs = [pair for _, pairs in ranks for pair in pairs]
+    differences = [difference for difference, _ in pairs]
+    columns = zip(*pairs, (0.0, 0.0), strict=True)
+    mean, noise = (sum(column) / max(len(pairs), 1) for column in columns)
+    mean_bound = widen_by_noise(mean_bound, noise, MAX_SCORE_BOUND)
     # A single text may differ by more than the mean of several may.
     if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
         errors = (
             f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
-            f"at most {mean_bound:g} is rounding"
+            f"at most {mean_bound:.3g} is rounding"
         )
     if errors:
         raise RewardModelCheckError(

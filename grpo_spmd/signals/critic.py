@@ -55,15 +55,16 @@ from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     UpdateCheckSettings,
+    bound_by_noise,
     join_ranks,
     sum_over_ranks,
-    widen_by_noise,
 )
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import plain_kl
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 from grpo_spmd.signals.value_proofs import (
+    MAX_VALUE_BOUND,
     CriticUpdateCheck,
     ValueTargets,
     random_head,
@@ -427,8 +428,6 @@ def open_critic_model(config: Config, policy: Policy, session: Session) -> Criti
 _NUM_SEQUENCES, _NUM_TOKENS, _MAX_PROMPT_TOKENS = 4, 32, 2048
 # Bounds of the rounding of a float32 sum over a completion.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
-# However much a model rounds, values of other tokens must show: they differ by about their size.
-_MAX_VALUE_BOUND = 0.5
 
 # Number of sampled tokens of a rollout, [(index of a token, its reward)]. Tokens without a reward
 # are left out.
@@ -453,7 +452,6 @@ class CriticCheck:
         self._loss = settings.loss
         self._whitens = settings.advantage.normalize_std == "batch"
         self._bound = settings.score_bound
-        self._is_rounded = settings.dtype != "float32"
 
     def __call__(
         self,
@@ -533,7 +531,6 @@ class CriticCheck:
             ]
             return torch.cat(pieces or [values[0]])
 
-        bound = self._bound
         difference = 0.0
         with random_head(self._model.head):
             by_trainer = self._model(row)
@@ -546,13 +543,14 @@ class CriticCheck:
                     ]
                     by_trainer = by_trainer[np.concatenate(tokens)]
                     difference = relative_size(by_trainer - expected, expected)
-                # In bfloat16 a difference is judged by how much this model rounds.
-                if self._is_rounded and any_rank(not difference <= bound):
+
+                def measure_noise() -> float:
                     model = self._model
                     with use_float32(model.policy if isinstance(model, PolicyValues) else model):
-                        exact = compared(self._model.plain_values(padded))
-                    noise = relative_size(exact - expected, expected)
-                    bound = widen_by_noise(bound, noise, _MAX_VALUE_BOUND)
+                        exact = compared(model.plain_values(padded))
+                    return relative_size(exact - expected, expected)
+
+                bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
             "a value beside that of a plain forward pass, of its size,",

@@ -297,6 +297,14 @@ class ServerCheck(TeacherCheck):
     def _has_signal(self, rollout_id: int) -> bool:
         return rollout_id not in self._served.unanswered
 
+    def _compare(
+        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+    ) -> Tensor:
+        # A server's arithmetic is its own.
+        if of_noise:
+            return torch.zeros(0, dtype=torch.float64)
+        return super()._compare(source, row, context, of_noise=False)
+
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
         """Returns logits [n, V] from a server's answer, or None without one. Not collective."""
         # Without a rollout there is nothing to ask.

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -47,9 +48,10 @@ from grpo_spmd.model.sharding import gather_rows, reshard
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     UpdateCheckSettings,
+    bound_by_noise,
     join_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,
@@ -395,36 +397,42 @@ class TeacherCheck:
         # The costliest row comes first, and more of it is compared. Few tokens have a mean that
         # rounding moves: those of the later rows are compared together.
         costliest, *later_rows = rows_to_check(batch.micro_batches)
-        for compared in (
-            self._compare_row(costliest, requests, _NUM_ROLLOUTS),
-            torch.cat(
-                [torch.zeros(0), *(self._compare_row(row, requests, 1) for row in later_rows)]
-            ),
-        ):
-            if len(compared):
-                result.check_difference(
-                    "a teacher's logprob of a token that the update is given, in nats on average,",
-                    "teacher",
-                    float(compared.mean()),
-                    self._bound,
-                )
+        for rows, num_rollouts in (([costliest], _NUM_ROLLOUTS), (later_rows, 1)):
+            compare_rows = partial(self._compare_rows, rows, requests, num_rollouts)
+            difference = compare_rows(of_noise=False)
+            bound = bound_by_noise(self._bound, difference, partial(compare_rows, of_noise=True))
+            result.check_difference(
+                "a teacher's logprob of a token that the update is given, in nats on average,",
+                "teacher",
+                difference,
+                bound,
+            )
         reshard(self._teacher.policy)
         return result
 
-    def _compare_row(self, row: MicroBatch, requests: Requests, num_rollouts: int) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a row, of at most
-        `num_rollouts` rollouts of each teacher."""
-        contexts = _first_contexts(row, requests)
+    def _compare_rows(
+        self,
+        rows: Sequence[MicroBatch],
+        requests: Requests,
+        num_rollouts: int,
+        *,
+        of_noise: bool,
+    ) -> float:
+        """Collective. Returns the mean of what `_compare` gives at some tokens of rows, of at most
+        `num_rollouts` rollouts of each teacher in a row; 0 without any."""
         differences = [torch.zeros(0, dtype=torch.float64)]
-        for name, source in self._sources().items():
+        for row, (name, source) in product(rows, self._sources().items()):
             chosen = self._choose(
-                c for c in contexts if requests is None or requests[c.rollout_id].teacher == name
+                c
+                for c in _first_contexts(row, requests)
+                if requests is None or requests[c.rollout_id].teacher == name
             )
             # Each rank makes as many passes.
             for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
-                differences.append(self._compare(source, row, context))
-        return torch.cat(differences)
+                differences.append(self._compare(source, row, context, of_noise=of_noise))
+        joined = torch.cat(differences)
+        return float(joined.mean()) if len(joined) else 0.0
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
         """Returns whether a row has the signal that the config asks for."""
@@ -487,25 +495,44 @@ class TeacherCheck:
                 "than their rows say"
             )
 
-    def _compare(self, source: Any, row: MicroBatch, context: RowContext | None) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a context, none without
-        one."""
-        if context is None:
-            # The pass is made only because it is collective.
-            self._logits(source, row.input_ids[:2], row.predict_index.new_zeros(1))
+    def _compare(
+        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+    ) -> Tensor:
+        """Collective. Returns |differences| in nats at some tokens of a context, none without one:
+        of the signal, or with `of_noise` what the number format rounds."""
+        # Without a context the pass is made only because it is collective.
+        token_ids = row.input_ids[:2]
+        tokens = predict_index = row.predict_index.new_zeros(1)
+        if context is not None:
+            # The context up to the last token that is compared.
+            first = context.sampled_at[0]
+            is_near = context.sampled_at <= max(first, _LONG - 1)
+            sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+            new = row.input_ids.new_tensor
+            token_ids = new(context.token_ids[: sampled_at[-1] + 1])
+            tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
+        logits = exact = self._logits(source, token_ids, predict_index)
+        if of_noise:
+            with use_float32(source.model):
+                exact = self._logits(source, token_ids, predict_index)
+        if context is None or row.teacher_signal is None or logits is None or exact is None:
             return torch.zeros(0, dtype=torch.float64)
-        # The context up to the last token that is compared.
-        first = context.sampled_at[0]
-        is_near = context.sampled_at <= max(first, _LONG - 1)
-        sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
-        token_ids = row.input_ids.new_tensor(context.token_ids[: sampled_at[-1] + 1])
-        tokens = row.input_ids.new_tensor(context.tokens[: len(sampled_at)])
-        logits = self._logits(source, token_ids, row.input_ids.new_tensor(sampled_at - 1))
-        if row.teacher_signal is None or logits is None:
-            return torch.zeros(0, dtype=torch.float64)
+        targets = row.target_ids[tokens]
+        if of_noise:
+            return _rounding(row.teacher_signal, logits, exact, targets)
         # Large logits are rounded by more.
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
-        return _differences(row.teacher_signal, logits, tokens, row.target_ids[tokens])
+        return _differences(row.teacher_signal, logits, tokens, targets)
+
+
+def _rounding(signal: TeacherSignal, logits: Tensor, exact: Tensor, targets: Tensor) -> Tensor:
+    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their
+    probability, between logits [n, V] of two arithmetics."""
+    log_p = logits.log_softmax(-1)
+    differences = (log_p - exact.log_softmax(-1)).abs().double().cpu()
+    if signal.logprobs is None:
+        return (log_p.exp().cpu() * differences).sum(-1)
+    return differences.gather(-1, targets[:, None].cpu())[:, 0]
 
 
 def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:

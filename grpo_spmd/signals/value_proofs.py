@@ -18,25 +18,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
 from grpo_spmd.config.schema import CriticConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.contexts import rollout_contexts
 from grpo_spmd.learn.update import MiniBatch, UpdateObserver
 from grpo_spmd.model.sharding import is_first_replica
-from grpo_spmd.model.values import ValueModel, plain_states
+from grpo_spmd.model.values import PolicyValues, ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
     UpdateCheckSettings,
+    bound_by_noise,
     check_no_gradient,
     count_loss,
     gradient_squares,
+    padded_contexts,
     relative_difference,
     short_rollouts,
     sum_over_ranks,
-    widen_by_noise,
 )
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import LossTerm
@@ -62,6 +61,8 @@ _LOSS_BOUND = 1e-4
 # 0.014 to 0.14 in bfloat16. Beyond it a difference is judged by bfloat16's own noise, which was 0.5
 # and more with key biases as Qwen2's: the loss is compared exactly there too.
 _GRADIENT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
+# However much a model rounds, values of other tokens must show: they differ by about their size.
+MAX_VALUE_BOUND = 0.5
 
 
 def relative_size(differences: Tensor, values: Tensor) -> float:
@@ -170,25 +171,33 @@ class ValueTargets(SyntheticTargets):
         targets of `set_targets` are used once.
         """
         states = self._states[-1]  # [S, L, D]
-        hidden: list[Tensor] = []
-        for number, context in enumerate(rollout_contexts(rollouts)):
-            sampled = torch.from_numpy(np.flatnonzero(context.sampled)).to(states.device)
-            hidden.append(states[number, sampled - 1])
+        _, sampled = padded_contexts(rollouts, states.device)
+        hidden = [states[number, positions - 1] for number, positions in enumerate(sampled)]
         parameters = self._critic.model.head.parameters()
         gathered = [cast(DTensor, parameter).full_tensor() for parameter in parameters]
         self._head = tuple(tensor.detach().requires_grad_() for tensor in gathered)
         weight, bias = self._head
         inputs = (torch.cat(hidden) if hidden else states[0, :1]).float()
         plain = (inputs @ weight[0] + bias + random_product(inputs)).double()
-        if not hidden:
-            return LossTerm((plain * 0.0).sum(), 0.0)
-        term, values = self.plain_loss(plain, rollouts, num_tokens)
+        term = LossTerm((plain * 0.0).sum(), 0.0)
+        difference = 0.0
+        if hidden:
+            term, values = self.plain_loss(plain, rollouts, num_tokens)
+            difference = relative_size(values - plain.detach(), plain.detach())
         self._columns = []
+
+        @torch.no_grad()
+        def measure_noise() -> float:
+            model = self._critic.model
+            with use_float32(model.policy):
+                exact = _plain_values(model, rollouts, states.device)
+            return relative_size(exact - plain, plain)
+
         result.check_difference(
             "the value of a token, of the values' size,",
             "values",
-            relative_size(values - plain.detach(), plain.detach()),
-            bound,
+            difference,
+            bound_by_noise(bound, difference, measure_noise, MAX_VALUE_BOUND),
         )
         return term
 
@@ -228,7 +237,6 @@ class CriticUpdateCheck(UpdateObserver):
         self._has_layers = has_layers
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
-        self._is_rounded = settings.dtype != "float32"
         policy = settings.optimizer
         # The schedule's floor is the same fraction of the learning rate as the policy's.
         ratio = config.lr / policy.lr if policy.lr else 0.0
@@ -308,22 +316,22 @@ class CriticUpdateCheck(UpdateObserver):
                 plain, term = plain_pass(-1.0)
                 difference = _gradient_norm(model) / norm
                 critic.drop_gradient()
-                bound = self._gradient_bound
-                # Equal on all ranks, which all make the further passes.
-                if self._is_rounded and difference > bound:
+
+                def measure_noise() -> float:
                     plain_pass(1.0)
                     with use_float32(model):
                         plain_pass(-1.0)
-                    noise = _gradient_norm(model) / norm
-                    bound = widen_by_noise(bound, noise)
-                    # Without its gradient a difference is 1.
-                    if bound >= 1.0:
-                        _log.warning(
-                            "the critic's gradient is not compared: in bfloat16 rounding alone "
-                            "changes it by %.2g of its norm; its loss is",
-                            noise,
-                        )
-                    critic.drop_gradient()
+                    return _gradient_norm(model) / norm
+
+                bound = bound_by_noise(self._gradient_bound, difference, measure_noise, math.inf)
+                # Without its gradient a difference is 1.
+                if bound >= 1.0:
+                    _log.warning(
+                        "the critic's gradient is not compared: in bfloat16 rounding alone "
+                        "explains a difference of %.2g of its norm; its loss is",
+                        bound,
+                    )
+                critic.drop_gradient()
         # A model that is not finite is for the update to report, which then skips the step.
         if any_rank(not bool(plain.isfinite().all())):
             return
@@ -347,16 +355,13 @@ def _gradient_norm(model: nn.Module) -> float:
     return math.sqrt(squares[0]) + 1e-30
 
 
-def _plain_values(model: ValueModel, rollouts: Sequence[Rollout], device: torch.device) -> Tensor:
+def _plain_values(
+    model: ValueModel | PolicyValues, rollouts: Sequence[Rollout], device: torch.device
+) -> Tensor:
     """Collective. Returns the values [n] of the sampled tokens, float64 with their graph, by a
     plain pass; one value without a rollout."""
-    contexts = list(rollout_contexts(rollouts))
-    ids = [torch.tensor(context.token_ids, device=device).long() for context in contexts]
-    # Without a rollout the pass is made for the other ranks.
-    none = torch.zeros(1, dtype=torch.int64, device=device)
-    values = model.plain_values(pad_sequence(ids or [none], batch_first=True))
-    pieces = [
-        values[number, torch.from_numpy(np.flatnonzero(context.sampled) - 1).to(device)]
-        for number, context in enumerate(contexts)
-    ]
+    rows, sampled = padded_contexts(rollouts, device)
+    values = model.plain_values(rows)
+    # The value of a token is that of the position that predicts it.
+    pieces = [values[number, positions - 1] for number, positions in enumerate(sampled)]
     return torch.cat(pieces or [values[0]]).double()

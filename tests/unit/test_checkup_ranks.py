@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import HashStore
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.distributed.processes import format_ranks
+from grpo_spmd.distributed.processes import format_ranks, without_launch
 from grpo_spmd.tools.checkup import exchange
 from grpo_spmd.tools.checkup.exchange import (
     Exchange,
@@ -275,3 +275,10 @@ def test_a_clock_that_is_wrong_is_found_by_how_much(skew: float) -> None:
 def test_hosts_are_named_only_where_there_are_several() -> None:
     assert exchange.name_ranks([0, 1], ONE_HOST) == "ranks 0-1"
     assert exchange.name_ranks([1, 2], TWO_HOSTS) == "ranks 1-2 on a, b"
+
+
+def test_a_program_that_is_no_rank_has_nothing_of_torchrun() -> None:
+    rank = {"RANK": "1", "LOCAL_WORLD_SIZE": "8", "MASTER_PORT": "29500", "GROUP_RANK": "0"}
+    rank |= {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_USE_AGENT_STORE": "True", "ROLE_RANK": "1"}
+    remaining = {"PATH": "/bin", "NCCL_DEBUG": "INFO", "SLURM_PROCID": "1"}
+    assert without_launch(rank | remaining) == remaining

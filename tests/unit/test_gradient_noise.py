@@ -6,32 +6,55 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
+import transformers
 from torch.distributed.fsdp import FSDPModule
 
+from benchmarks.agreement.trained_weights import Case, make_case
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import ModelConfig, ProofConfig
+from grpo_spmd.config.schema import ModelConfig, ProofConfig, RewardConfig
+from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.model.policy import build_policy
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.policy import Policy, build_policy
+from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.sharding import reshard
-from grpo_spmd.proofs import gradient_check
+from grpo_spmd.model.values import PolicyValues, build_reward_model
+from grpo_spmd.proofs import gradient_check, reward_model_check
 from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck, SignalProofs
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
 from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
+from grpo_spmd.records import MicroBatch, RolloutBatch, TeacherSignal
+from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
+from grpo_spmd.signals.value_proofs import ValueTargets, random_head
 from tests.support.learn import check_settings_of
 from tests.support.models import make_model, write_config
+from tests.support.workers.update import fixed_groups
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     yield start_session()
     end_session()
+
+
+def exact_policy(config: ModelConfig, session: Session) -> Policy:
+    """The model in float32, with the weights that it has in bfloat16."""
+    exact = build_policy(dataclasses.replace(config, dtype="float32"), 1.0, session)
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            local = parameter.to_local()  # type: ignore[attr-defined]
+            local.copy_(local.bfloat16().float())
+    return exact
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
@@ -43,11 +66,7 @@ def test_float32_arithmetic_over_the_same_weights(
     folder = make_model(tmp_path / "model", "qwen2", tied=False)
     config = ModelConfig(path=str(folder), dtype="bfloat16", activation_checkpointing=recomputed)
     rounded = build_policy(config, 1.0, session)
-    exact = build_policy(dataclasses.replace(config, dtype="float32"), 1.0, session)
-    with torch.no_grad():
-        for parameter in exact.parameters():
-            local = parameter.to_local()  # type: ignore[attr-defined]
-            local.copy_(local.bfloat16().float())
+    exact = exact_policy(config, session)
     ids = torch.arange(1, 49).reshape(2, 24)
     with torch.no_grad(), use_plain_attention(rounded.model):
         logits_before = rounded.plain_logits(ids)
@@ -162,3 +181,134 @@ def test_the_check_can_be_relaxed_or_switched_off(tmp_path: Path) -> None:
     nothing = cast(Any, None)
     off.run_if_due(1, nothing, nothing, nothing)
     assert off.metrics() == {"proofs/update_check_s": 0.0}
+
+
+class Rounding:
+    """A Qwen2 in bfloat16 with a key bias of 605, as Qwen2.5-7B has, and a trainer whose kernels
+    round half as much: both are further apart than the bound of the number format."""
+
+    def __init__(self, folder: Path, session: Session) -> None:
+        make_case(folder / "model", Case(2, key_bias_norm=605))
+        self.config = load_config(
+            write_config(folder, folder / "model"),
+            ["model.dtype=bfloat16", f"teacher.path={folder / 'model'}", "teacher.loss=sampled"],
+        )
+        self.folder = folder
+        self.session = session
+        self.settings = check_settings_of(self.config, frozenset())
+        self.rounded = build_policy(self.config.model, 1.0, session)
+        self.exact = exact_policy(self.config.model, session)
+        self.groups = fixed_groups()
+
+    def reference_errors(self, change: Any) -> list[str]:
+        """What the check says where the reference's logprobs [C] are changed."""
+        nobody = cast(Any, None)
+        check = GradientCheck(self.rounded, nobody, self.settings, SignalProofs())
+        # As `run` sets it where logits are small.
+        check.score_bound = self.settings.score_bound
+        result = CheckResult()
+        check.compare_reference(
+            result,
+            cast(Any, lambda row: (change(self.logprobs(row)), None)),
+            self.rounded,
+            self.groups,
+            self.session.device,
+        )
+        return result.errors
+
+    @torch.no_grad()
+    def logprobs(self, row: MicroBatch) -> torch.Tensor:
+        """The trainer's logprobs [C]."""
+        mean: torch.Tensor = (self.exact(row)[0] + self.rounded(row)[0]) / 2
+        return mean
+
+    def teacher_errors(self, change: Any) -> list[str]:
+        """What the check says where the teacher's logprobs [C] are changed."""
+        teacher = Teacher(self.config.teacher, {"": TeacherModel(self.rounded)}, self.rounded)
+        rollouts = gradient_check.short_rollouts(self.groups)
+        rows = [pack_rollouts(pair, self.session.device) for pair in (rollouts[:3], rollouts[3:])]
+        for row in rows:
+            logprobs = change(self.logprobs(row))
+            row.teacher_signal = TeacherSignal(self.config.teacher.coef, logprobs)
+        batch = RolloutBatch([rows], [1], [1])
+        nobody = cast(Any, None)
+        return TeacherCheck(teacher, self.settings)(nobody, batch, nobody).errors
+
+    def value_errors(self, change: Any) -> list[str]:
+        """What the check says where the values [C] of a head on the policy's layers are changed."""
+        rollouts = gradient_check.short_rollouts(self.groups)
+        row = pack_rollouts(rollouts, self.session.device)
+        models = [PolicyValues(policy, self.session) for policy in (self.rounded, self.exact)]
+        critic = cast(Any, SimpleNamespace(model=models[0]))
+        targets = ValueTargets(critic, self.config.critic)
+        result = CheckResult()
+        with targets.random_head(), random_head(models[1].head):
+            with torch.no_grad():
+                targets.set_targets(row, change((models[0](row) + models[1](row)) / 2))
+            with use_plain_attention(self.rounded.model):
+                gradient_check._plain_scores(self.rounded, rollouts, 1.0, self.session.device)
+                targets.plain_term(result, rollouts, 9, self.settings.score_bound)
+        return result.errors
+
+    def score(self, change: Any) -> None:
+        """Runs the check of a reward model whose scores [n] are changed."""
+        folder = self.folder / "scores"
+        kind = transformers.AutoModelForSequenceClassification
+        torch.manual_seed(1)
+        exact = kind.from_pretrained(self.folder / "model", num_labels=1, dtype=torch.float32)
+        with torch.no_grad():
+            exact.score.weight.mul_(2.0)
+            for parameter in exact.parameters():
+                parameter.copy_(parameter.bfloat16())
+        exact.save_pretrained(folder)
+        tokenizer = load_tokenizer(str(self.folder / "model"))
+        tokenizer.save_pretrained(folder)
+        files = read_reward_model(0, RewardConfig(model=str(folder)), folder, 512)
+        model = build_reward_model(files, self.config.model, self.session)
+        completions = [(g.prompt, c) for g in self.groups for c in g.completions]
+        texts = [torch.tensor([[*p.token_ids, *c.token_ids]]) for p, c in completions]
+        with torch.no_grad():
+            scores = change(torch.cat([exact(input_ids=text).logits[:, 0] for text in texts]))
+        scored = [
+            ScoredCompletion(prompt, completion, float(score), "ok")
+            for (prompt, completion), score in zip(completions, scores, strict=True)
+        ]
+        RewardModelCheck(files, model, tokenizer, dtype="bfloat16").run("scores", scored)
+
+
+@pytest.fixture(scope="module")
+def rounding(tmp_path_factory: pytest.TempPathFactory, session: Session) -> Rounding:
+    return Rounding(tmp_path_factory.mktemp("rounding"), session)
+
+
+def test_what_bfloat16_rounds_is_no_alarm_of_a_signal_and_a_fault_is_one(
+    rounding: Rounding,
+) -> None:
+    """The reference's and the teacher's logprobs and a critic's values: clean, those of other
+    tokens, none, and those of a wrong head."""
+    for errors in (rounding.reference_errors, rounding.teacher_errors, rounding.value_errors):
+        assert not errors(lambda scores: scores)
+        for fault in (lambda x: x.roll(1), torch.zeros_like, lambda x: -x):
+            assert any("is off by" in text for text in errors(fault))
+
+
+def test_what_bfloat16_rounds_is_no_alarm_of_a_reward_model_and_a_fault_is_one(
+    rounding: Rounding,
+) -> None:
+    """Its scores: clean, those of other texts, and those of a wrong head."""
+    rounding.score(lambda scores: scores)
+    for fault in (lambda x: x.roll(1), lambda x: -x):
+        with pytest.raises(Rank0Error, match="gives other scores than transformers does"):
+            rounding.score(fault)
+
+
+def test_without_noise_a_bound_is_that_of_the_format(rounding: Rounding) -> None:
+    """The trainer's differences are beyond the bounds of the number format alone."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_check, "widen_by_noise", lambda bound, *_: bound)
+        assert rounding.reference_errors(lambda x: x)
+        assert rounding.teacher_errors(lambda x: x)
+        assert rounding.value_errors(lambda x: x)
+        patch.setattr(reward_model_check, "widen_by_noise", lambda bound, *_: bound)
+        with pytest.raises(Rank0Error):
+            rounding.score(lambda x: x)

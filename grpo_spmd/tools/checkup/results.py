@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.processes import without_launch
 from grpo_spmd.files import show
 from grpo_spmd.tools.terminal import Terminal
 
@@ -29,10 +30,6 @@ _programs: list[subprocess.Popen[str]] = []
 # Held while a program is started: a checkup that ends meanwhile, in another thread, waits and ends
 # that program too.
 _starting = threading.Lock()
-_RANK_VARIABLES = {
-    "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,7 +108,7 @@ class Target:
 
         Raises OSError if there is no such program, and subprocess.TimeoutExpired.
         """
-        env = {name: value for name, value in self.environ.items() if name not in _RANK_VARIABLES}
+        env = without_launch(self.environ)
         # The program still learns how many ranks the run would have.
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)

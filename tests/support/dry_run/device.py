@@ -41,6 +41,13 @@ _NO_MESSAGES = (
     torch.ops._c10d_functional.wait_tensor,
     torch.ops._c10d_functional._wrap_tensor_autograd,
 )
+_EMPTY = (
+    "aten.empty",
+    "aten.empty_like",
+    "aten.empty_strided",
+    "aten.new_empty",
+    "aten.new_empty_strided",
+)
 _SETTLED_S = 0.1  # so long nothing was freed
 _PLAIN = (
     Tensor,
@@ -282,6 +289,8 @@ class FakeCuda(Meter):
             func.namespace == "_c10d_functional"
         ):  # by the shadow's own storage, which is not the one that is kept
             out = tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, out)
+        if name in _EMPTY:  # whatever was there before: not a number in any format
+            out.untyped_storage().fill_(0xFF)
         return out
 
     def _on_host(self, item: Any) -> Any:
@@ -344,6 +353,10 @@ class FakeCuda(Meter):
         self.note_collective(func, args)
         real_args, real_kwargs = tree_unflatten([self._on_host(item) for item in inputs], spec)
         out = func(*real_args, **real_kwargs)
+        if func._schema.name == "c10d::_reduce_scatter_base_":
+            # Rank 0's chunk. Torch 2.11's fake group writes nothing: old memory would be read.
+            received, sent = real_args[:2]
+            received.copy_(sent.flatten()[: received.numel()].view_as(received))
         return (args[0], out[1]) if isinstance(out, tuple) else out
 
     # The rest of a device

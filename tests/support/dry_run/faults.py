@@ -275,6 +275,12 @@ def returns_on_the_cpu(trials: Trials) -> None:
     critic.update(RolloutBatch([[row]], [24], [4]))
 
 
+def memory_that_nobody_wrote(trials: Trials) -> None:
+    """As FSDP takes it for what a collective shall write: by chance there are numbers in it."""
+    values = trials.cuda.values(torch.empty(4, device=trials.cuda.device))
+    assert values.isfinite().all(), "memory is read that nobody wrote"
+
+
 # torch 2.11 says the second.
 _TWO_DEVICES = (
     r"FakeTensorDeviceMismatchError: .* at least two devices|"
@@ -306,5 +312,6 @@ FAULTS: dict[Callable[[Trials], None], str] = {
     loaded_after_sleep: r"aten\.copy_ reads a tensor .* whose memory was given back",
     memory_taken_while_the_engine_falls_asleep: r"RuntimeError: rollout: the engine's sleep gave "
     r"back its pool .*another process took more",
+    memory_that_nobody_wrote: r"AssertionError: memory is read that nobody wrote",
     told_to_sample_after_sleep: r"EngineStateError: generate: the engine is asleep",
 }

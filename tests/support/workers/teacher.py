@@ -298,13 +298,13 @@ def long_prompts(trials: Trials) -> None:
     passes on all ranks; a fault is seen in those that are."""
     compare, split, passes = TeacherCheck._compare, list(SPLITS)[1], list[int]()
 
-    def counted(self: TeacherCheck, single: TeacherModel, *of: Any) -> Tensor:
+    def counted(self: TeacherCheck, single: TeacherModel, *of: Any, **named: Any) -> Tensor:
         def note(_: Any, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
             passes.append((inputs[0] if inputs else named["input_ids"]).shape[1])
 
         handle = single.model.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
         try:
-            return compare(self, single, *of)
+            return compare(self, single, *of, **named)
         finally:
             handle.remove()
 
