@@ -158,7 +158,7 @@ class Episodes:
         elif state.turns:
             arguments = {
                 **episode.prompt.columns,
-                "prompts": episode.prompt.text,
+                "prompts": episode.prompt.with_opening(state.opening),
                 "completions": state.messages,
                 "completion_ids": state.token_ids,
             }
@@ -189,12 +189,12 @@ class Episodes:
         # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
             factor = 1.0 if self.discount is None else self.discount
-            rewards_by_turn = [
-                (i, turn.reward) for i, turn in enumerate(state.turns) if turn.reward is not None
-            ]
-            # Discounted from the first turn on. None if no turn had a reward.
-            total = sum(reward * factor**i for i, reward in rewards_by_turn)
-            values[next(iter(values))] = total if rewards_by_turn else None
+            # Discounted from the first turn on. A turn without a reward counts 0: an episode that
+            # was cut off would otherwise leave its group, and only the survivors would be learned
+            # from.
+            values[next(iter(values))] = sum(
+                (turn.reward or 0.0) * factor**i for i, turn in enumerate(state.turns)
+            )
         completion = Completion(
             token_ids=state.token_ids,
             logprobs=state.logprobs,

@@ -47,7 +47,7 @@ class OpenEpisode:
         """`prompt_ids` are the tokens of the messages `prompt`."""
         self._limits = limits
         self.tools = tools
-        self._prompt = prompt
+        self.opening = prompt
         self.context_ids = list(prompt_ids)
         self._sampled = [False] * len(prompt_ids)
         self._finished_segments: list[Segment] = []
@@ -131,6 +131,7 @@ class OpenEpisode:
             messages=self.messages,
             rewards=rewards,
             calls_s=calls_s,
+            opening=self.opening,
         )
 
     def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
@@ -138,7 +139,7 @@ class OpenEpisode:
         turn."""
         if not messages:
             raise ValueError("step() gave no observation, and is not done")
-        history = [*self._prompt, *self.messages]
+        history = [*self.opening, *self.messages]
         ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         num_kept = len(self.context_ids) if continues else 0
         num_all_tokens = self._num_all_tokens + len(ids) - num_kept

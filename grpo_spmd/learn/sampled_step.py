@@ -8,7 +8,7 @@ groups to train on, their rewards and advantages, and the plan of the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0_bytes, scatter_from_rank0
-from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.advantages import (
+    ZERO_STD_TOLERANCE,
+    batch_std,
+    compute_advantages,
+    overlong_penalties,
+)
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.step_messages import (
     GroupRows,
@@ -62,7 +67,10 @@ class StepRules:
     discount: float | None = None
     """`environment.discount`. None: one reward for all turns."""
     zero_advantages: bool = False
-    """True if all rewards have weight 0 and are only logged: then every advantage is 0."""
+    """True if all rewards have weight 0 and are only logged: then every advantage is 0, and a
+    completion counts in the loss whether its reward is known or not."""
+    watched_rewards: Collection[str] = ()
+    """The rewards whose failures do not count; see protocol.watched_rewards."""
 
 
 class SampledStep:
@@ -169,7 +177,10 @@ class _Rank0Step:
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(rows, counts.first_errors, max_error_frac)
         self._error_rates = check_error_rate(
-            [counts.status_counts], counts.first_errors, max_error_frac
+            [counts.status_counts],
+            counts.first_errors,
+            max_error_frac,
+            watched=self._rules.watched_rewards,
         )
         self._error_rates |= retried_fracs(
             counts.status_counts, counts.retried, len(self._positions), counts.first_errors
@@ -181,7 +192,7 @@ class _Rank0Step:
         rules = self._rules
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
-        if np.isnan(rows["rewards"]).all():
+        if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
             raise RewardError(
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
@@ -209,7 +220,9 @@ class _Rank0Step:
         rows = rows[used]
         num_tokens = rows["tokens"].astype(np.int64).ravel()
         # Rollouts out of the loss are still trained rollouts: they keep their place in the plan.
-        in_loss = ~(np.isnan(rewards) | (rows["truncated"] & rules.loss.mask_truncated))
+        # A teacher that teaches alone asks no reward.
+        is_unknown = np.isnan(rewards) & (not rules.zero_advantages)
+        in_loss = ~(is_unknown | (rows["truncated"] & rules.loss.mask_truncated))
         num_mini_batches = rules.training.num_mini_batches
         sizes = [n * group_size for n in split_groups(len(used), num_mini_batches)]
         loss_tokens = np.where(in_loss, rows["completion_tokens"].astype(np.int64), 0).ravel()
@@ -230,6 +243,11 @@ class _Rank0Step:
         for name, value in plan_metrics(plan, num_tokens, costs).items():
             metrics[f"batching/{name}"] = value
         advantages = rollout_advantages(rewards, rules.advantage)
+        slope = None
+        # Its line is the same in all groups: those whose rewards are all alike do not show it.
+        if rules.advantage.estimator == "reinforce_pp":
+            deviation = float(batch_std(torch.from_numpy(rewards)))
+            slope = 1 / deviation if deviation >= ZERO_STD_TOLERANCE else 0.0
         self.decision = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
@@ -243,6 +261,7 @@ class _Rank0Step:
             num_tokens=int(num_tokens.sum()),
             num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
+            advantage_slope=slope,
         )
         return self.decision
 
@@ -297,8 +316,9 @@ def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str,
     """Returns the metrics of rewards and completion lengths."""
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
+    known_rewards = rewards[~rewards.isnan()]
     return {
-        "reward/mean": float(rewards[~rewards.isnan()].mean()),
+        "reward/mean": float(known_rewards.mean()) if len(known_rewards) else None,
         "reward/std": float(batch_std(rewards)),
         "reward/zero_std_groups_frac": int(is_alike.sum()) / len(rows),
         "reward/unscored_frac": float(rewards.isnan().double().mean()),

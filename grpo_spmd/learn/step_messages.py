@@ -185,6 +185,7 @@ class _Share(msgspec.Struct, array_like=True):
     num_loss_sequences: list[int]
     num_tokens: int
     num_sampled_tokens: int
+    advantage_slope: float | None
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
@@ -212,6 +213,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
             num_loss_sequences=step.num_loss_sequences,
             num_tokens=step.num_tokens,
             num_sampled_tokens=step.num_sampled_tokens,
+            advantage_slope=step.advantage_slope,
         )
         messages.append(msgspec.msgpack.encode(share))
     return messages

@@ -22,7 +22,7 @@ import numpy as np
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.learn.contexts import find_episode_error
-from grpo_spmd.records import Episode, Segment, Turn
+from grpo_spmd.records import Completion, Episode, Prompt, Segment, Turn
 
 EPISODE_FIELDS = ("status", "turns", "messages", "environment")
 # Characters of one column's value, and of all columns of a row.
@@ -65,7 +65,7 @@ class RolloutRecord:
     sample: _Count
     """Index in the group, 0 .. group_size - 1."""
     prompt: str | list[Any]
-    """A string, or chat messages."""
+    """What the policy had before the completion: a string, or chat messages."""
     columns: dict[str, Any]
     """The other columns of the data row, cut by `bounded_values`. Earlier versions wrote none."""
     completion: str
@@ -94,7 +94,7 @@ class RolloutRecord:
     turns: list[Any] = field(default_factory=list)
     """The episode's tokens, sampled and given, as `episode_fields` describes them."""
     messages: list[Any] = field(default_factory=list)
-    """Chat messages after the prompt."""
+    """Chat messages after `prompt`."""
     environment: dict[str, Any] = field(default_factory=dict)
     """The environment's rewards, the seconds of its calls, and its error."""
 
@@ -224,6 +224,7 @@ class _EpisodeFields(msgspec.Struct):
     turns: list[_TurnFields]
     messages: list[dict[str, Any]]
     environment: _EnvironmentFields
+    prompt: str | list[dict[str, Any]] | None = None
 
 
 def episode_fields(episode: Episode) -> dict[str, Any]:
@@ -260,6 +261,12 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
     }
 
 
+def dumped_prompt(prompt: Prompt, completion: Completion) -> str | list[Any]:
+    """Returns what the policy had before a completion. An episode's is made plain JSON."""
+    before = prompt.text_before(completion)
+    return before if before is prompt.text else _as_json_value(before)
+
+
 def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
     """Returns `episode_fields` with everything that policies, tools and environments wrote as plain
     JSON."""
@@ -282,8 +289,12 @@ def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, An
 def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Episode:
     """Returns the episode of `episode_fields`. Raises ValueError if it cannot be one with these
     sampled tokens."""
-    values = msgspec.convert({name: fields.get(name) for name in EPISODE_FIELDS}, _EpisodeFields)
-    if not is_shallow(values.messages):
+    names = (*EPISODE_FIELDS, "prompt")
+    values = msgspec.convert({name: fields.get(name) for name in names}, _EpisodeFields)
+    opening = values.prompt or []
+    if isinstance(opening, str):
+        opening = [{"role": "user", "content": opening}]
+    if not is_shallow([*opening, *values.messages]):
         raise ValueError(f"messages are nested more than {_MAX_DEPTH} deep")
     environment = values.environment
     episode = Episode(
@@ -294,6 +305,7 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
         rewards=environment.rewards,
         calls_s=environment.calls_s,
         error=environment.error,
+        opening=opening,
     )
     if reason := find_episode_error(completion_ids, episode):
         raise ValueError(reason)
