@@ -137,6 +137,11 @@ class Episode:
     """The error of an environment that failed."""
     opening: list[Message] = field(default_factory=list)
     """The chat messages that the policy had before its first turn. Empty if it had none."""
+    num_tool_calls: int | None = None
+    """The calls that the policy's tools got. None: they are not tools, or the environment
+    failed."""
+    num_tool_errors: int = 0
+    """The calls in which a tool raised, and not because of the policy's arguments."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_spmd.engine.requests import (
@@ -195,11 +195,18 @@ class Episodes:
             values[next(iter(values))] = sum(
                 (turn.reward or 0.0) * factor**i for i, turn in enumerate(state.turns)
             )
+        record = state.episode(values, episode.calls_s)
+        if facts.kind == "tools":
+            record = replace(
+                record,
+                num_tool_calls=state.num_tool_calls,
+                num_tool_errors=state.num_tool_errors,
+            )
         completion = Completion(
             token_ids=state.token_ids,
             logprobs=state.logprobs,
             finish_reason=finish_reason(state.status),
-            episode=state.episode(values, episode.calls_s),
+            episode=record,
         )
         self._finish(episode, completion)
 

@@ -54,6 +54,8 @@ class OpenEpisode:
         self._num_prompt_tokens = len(prompt_ids)
         self._num_all_tokens = len(prompt_ids)
         self._num_invalid_turns = 0
+        self.num_tool_calls = 0
+        self.num_tool_errors = 0
         self.messages: list[Message] = []
         self.turns: list[Turn] = []
         self.token_ids: list[int] = []
@@ -104,6 +106,8 @@ class OpenEpisode:
         self.turns[-1] = replace(self.turns[-1], reward=values["reward"])
         # No tokenizer makes a longer text short enough: it is refused before it is tokenized.
         max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
+        self.num_tool_calls += values["num_calls"]
+        self.num_tool_errors += values["num_errors"]
         only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
         self._num_invalid_turns = self._num_invalid_turns + 1 if only_invalid else 0
         if values["done"]:

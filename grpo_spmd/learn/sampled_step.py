@@ -8,7 +8,7 @@ groups to train on, their rewards and advantages, and the plan of the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -193,6 +193,14 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
+            # Tools and gyms end with another status where they leave no room for a turn.
+            is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
+            if is_idle.any():
+                raise RewardError(
+                    f"the agent made no request in {is_idle.sum()} of {is_idle.size} episodes, so "
+                    "that there is nothing to train on; ask for turns at the base_url that "
+                    "rollout() is given"
+                )
             raise RewardError(
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
@@ -279,7 +287,7 @@ class _Rank0Step:
         for number, name in enumerate(self._reward_names):
             metrics |= reward_metrics(name, rows["by_name"][:, number])
         metrics |= self._error_rates
-        metrics |= episode_metrics(rows, self._counts.calls_s)
+        metrics |= episode_metrics(rows, self._counts.calls_s, self._counts.tools)
         if self._rules.rollout.dynamic_sampling:
             num_alike = int(is_alike.sum())
             num_missing = self._rules.rollout.num_prompts_per_step - num_used
@@ -365,17 +373,20 @@ def check_environment_errors(
     if num_failed and num_failed / num_episodes >= max_error_frac:
         by_status = ", ".join(f"{counts[status]} {status}" for status in FAILED_STATUSES)
         environment_errors = [error for error in first_errors if error.startswith("environment")]
-        first_error = [*environment_errors, "not recorded"][0]
-        raise RewardError(
+        raise RewardError.about(
+            [*environment_errors, None][0],
             f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), "
             f"each tried twice: {num_failed / num_episodes:.3g} is not under "
-            f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first_error}"
+            f"reward_pool.max_error_frac={max_error_frac:g}",
         )
 
 
-def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, float | None]:
-    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not
-    episodes."""
+def episode_metrics(
+    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int]
+) -> dict[str, float | None]:
+    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
+
+    `calls_s` and `tools` are as in StepCounts."""
     counts = count_statuses(rows)
     num_episodes = sum(counts.values())
     if not num_episodes:
@@ -389,6 +400,10 @@ def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, floa
         **{f"episode/{status}_frac": number / num_episodes for status, number in counts.items()},
         "episode/given_tokens_mean": num_given_tokens / num_episodes,
     }
+    if tools:
+        num_calls = tools["calls"]
+        metrics["environment/tool_calls_mean"] = num_calls / tools["episodes"]
+        metrics["environment/tool_error_frac"] = tools["errors"] / num_calls if num_calls else None
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.learn.contexts import find_episode_error
-from grpo_spmd.records import Completion, Episode, Prompt, Segment, Turn
+from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt, Segment, Turn
 
 EPISODE_FIELDS = ("status", "turns", "messages", "environment")
 # Characters of one column's value, and of all columns of a row.
@@ -217,6 +217,8 @@ class _EnvironmentFields(msgspec.Struct):
     rewards: dict[str, _ExactInt | _Finite | str | None]
     calls_s: list[_Seconds]
     error: str | None = None
+    num_tool_calls: _Count | None = None
+    num_tool_errors: _Count = 0
 
 
 class _EpisodeFields(msgspec.Struct):
@@ -246,6 +248,9 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             while len(ids):
                 turns.append(_turn_fields(number, waiting[0], ids.tolist()))
                 ids = ids[waiting.popleft().num_tokens :]
+    tools = {}
+    if episode.num_tool_calls is not None:
+        tools = {name: vars(episode)[name] for name in ("num_tool_calls", "num_tool_errors")}
     # turns without a token come last
     last_segment = max(0, len(episode.segments) - 1)
     turns += [_turn_fields(last_segment, turn, []) for turn in waiting]
@@ -257,6 +262,7 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             "rewards": episode.rewards,
             "calls_s": episode.calls_s,
             "error": episode.error,
+            **tools,
         },
     }
 
@@ -291,7 +297,8 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
     sampled tokens."""
     names = (*EPISODE_FIELDS, "prompt")
     values = msgspec.convert({name: fields.get(name) for name in names}, _EpisodeFields)
-    opening = values.prompt or []
+    # An episode that failed had no first turn; its line shows the row's prompt.
+    opening = [] if values.status in FAILED_STATUSES else values.prompt or []
     if isinstance(opening, str):
         opening = [{"role": "user", "content": opening}]
     if not is_shallow([*opening, *values.messages]):
@@ -306,6 +313,8 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
         calls_s=environment.calls_s,
         error=environment.error,
         opening=opening,
+        num_tool_calls=environment.num_tool_calls,
+        num_tool_errors=environment.num_tool_errors,
     )
     if reason := find_episode_error(completion_ids, episode):
         raise ValueError(reason)
@@ -394,12 +403,6 @@ def gold_answer(columns: Mapping[str, Any]) -> str:
     column."""
     names = [name for name in (*_GOLD_COLUMNS, *columns) if name in columns]
     return f"{names[0]}={cut_middle(_to_text(columns[names[0]])[0])!r}" if names else ""
-
-
-def cut_middle(text: str, num_chars: int = 40) -> str:
-    """Returns the text, or both its ends if it has more than `num_chars` characters."""
-    half = num_chars // 2 - 2
-    return text if len(text) <= num_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def _to_text(value: Any) -> tuple[str, bool]:

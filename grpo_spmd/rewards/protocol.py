@@ -179,12 +179,12 @@ def check_error_rate(
             errors = [error for error in first_errors if error]
             # An error of this very function, if there is one.
             errors.sort(key=lambda error: not error.startswith(f"reward {name!r}"))
-            raise RewardError(
+            raise RewardError.about(
+                [*errors, None][0],
                 f"reward {name!r} gave no usable value for {num_failed} of {num_completions} "
                 f"completions ({counts['error']} error, {counts['timeout']} timeout): "
                 f"{num_failed / num_completions:.3g} is not under "
-                f"reward_pool.max_error_frac={max_error_frac:g}. "
-                f"The first failure:\n{[*errors, 'not recorded'][0]}"
+                f"reward_pool.max_error_frac={max_error_frac:g}",
             )
         for status in ("error", "timeout", "not_applicable"):
             metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions

@@ -47,7 +47,14 @@ def made_up_episode(draw: random.Random) -> Completion:
     calls_s = [draw.random() for _ in turns]
     opening = [{"role": "user", "content": draw.choice(_TEXTS)} for _ in range(draw.randint(1, 2))]
     episode = Episode(
-        status, tuple(segments), tuple(turns), messages, rewards, calls_s, opening=opening
+        status,
+        tuple(segments),
+        tuple(turns),
+        messages,
+        rewards,
+        calls_s,
+        opening=opening,
+        num_tool_calls=draw.choice((None, 0, 3)),
     )
     return Completion(
         token_ids, [-draw.random() for _ in token_ids], draw.choice(("stop", "length")), episode

@@ -27,6 +27,8 @@ from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.learn.contexts import find_episode_error
+from grpo_spmd.learn.sampled_step import episode_metrics
+from grpo_spmd.learn.step_messages import decode_groups, encode_groups
 from grpo_spmd.observe.rollout_record import dumped_prompt
 from grpo_spmd.records import (
     Completion,
@@ -64,6 +66,7 @@ class Bench:
         """
         self._note("say " + text)
         num_resets = open(self.log).read().count("reset")
+        if self.how == "raises": raise ConnectionError("no shop")
         if self.how == "dies once" and num_resets == 1: os._exit(3)
         if self.how == "dies": os._exit(3)
         if self.how == "hangs": time.sleep(1000)
@@ -517,6 +520,37 @@ def test_an_episode_that_was_cut_off_counts_as_0_and_is_not_left_out(
     assert [c.finish_reason for c in completions] == ["stop"] * 3 + ["length"]
     assert rewards == [0.2, 0.4, 0.6, 0.0]
     assert sum(filter(None, rewards)) / 4 == pytest.approx(0.3)  # the mean that is true of all four
+
+
+def test_a_tool_that_raises_is_counted_and_said_once(
+    file: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two calls of a tool that raises and one with an argument that does not fit, which is the
+    policy's mistake; and an answer without a call."""
+    config = EnvironmentConfig(factory=f"{file}:Bench", num_workers=1)
+    wrong = call("ab").replace('"times"', '"often"') + "<|end|>"
+    with EnvironmentPool(config, (), tmp_path / "log") as pool:
+        result, _ = Bed(pool, tokenizer).play(
+            {(0, 0): [TWO, wrong, ANSWER], (0, 1): [ANSWER]},
+            row_of(tmp_path / "said", how="raises"),
+        )
+    episodes = [result[0, n].episode for n in range(2)]
+    assert [(e.num_tool_calls, e.num_tool_errors) for e in episodes if e] == [(3, 2), (0, 0)]
+    # Once, although it failed twice; with the user's line.
+    (record,) = [r for r in caplog.records if r.name == "grpo_spmd" and r.levelname == "WARNING"]
+    raised = "tool 'say' raised ConnectionError: no shop (environments.py:"
+    assert record.getMessage().startswith(raised)
+    log = (tmp_path / "log").read_text()
+    assert log.count(raised) == 1
+    assert "Traceback (most recent call last):" in log
+    # 3 calls in 2 episodes, of which 2 failed.
+    groups = [RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [result[0, n] for n in range(2)])]
+    values: list[float | None] = [1.0, 0.0]
+    scored = ScoredRollouts(values, {"r": values}, {"r": ["ok"] * 2})
+    sampled = decode_groups([encode_groups(groups, scored, 2)], 2)
+    metrics = episode_metrics(sampled.rows, sampled.counts.calls_s, sampled.counts.tools)
+    assert metrics["environment/tool_calls_mean"] == 1.5
+    assert metrics["environment/tool_error_frac"] == pytest.approx(2 / 3)
 
 
 def test_a_task_from_reset_is_in_the_prompts_of_rewards_as_in_trl(

@@ -133,6 +133,29 @@ def test_beside_a_teacher_alone_the_loss_asks_no_reward() -> None:
         _decide(nothing, {"format": 1.0, "math": 0.0})
 
 
+def test_an_agent_that_asks_nothing_is_told_so() -> None:
+    """Its 1.0 is a number: that every value was None would be no help."""
+    completions = [
+        Completion([], [], "stop", Episode("ok", rewards={"agent": 1.0})) for _ in range(3)
+    ]
+    completions.append(Completion([], [], "stop", Episode("env_error", error="raised")))
+    group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), completions)
+    step = _Rank0Step(
+        StepRules(
+            RolloutConfig(num_prompts_per_step=1, group_size=4),
+            AdvantageConfig(),
+            LossConfig(),
+            TrainingConfig(),
+            0.9,
+            num_ranks=1,
+        )
+    )
+    scored = _scored({"agent": [None] * 4}, {"agent": 1.0})
+    step.add_round([encode_groups([group], scored, 4)], 1)
+    with pytest.raises(RewardError, match="the agent made no request in 3 of 4 episodes"):
+        step.decide()
+
+
 def test_the_proof_works_a_gyms_reward_out_from_its_turns() -> None:
     """An episode that had a turn has a reward: 0.0 where none came. None only where it failed."""
     turns = [(1.0, None, 4.0), (None,), (None, 2.0), ()]

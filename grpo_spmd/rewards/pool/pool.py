@@ -295,7 +295,7 @@ class RewardPool(ProcessPool):
         """Records that a call ended without a reply; a worker without a call needs nothing."""
         if call is None:
             return
-        self._limits.end(call, "failed")
+        self._limits.end(call, "failed", reason)
         seconds = time.monotonic() - call.start
         self._current.measure(call, self._limits.measure(call, seconds))
         self._current.fail(call, kind, reason)

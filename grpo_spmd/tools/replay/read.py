@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.describe import flat
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of, read_rows
@@ -26,7 +26,6 @@ from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
 from grpo_spmd.observe.rollout_record import (
     RolloutRecord,
     bounded_values,
-    cut_middle,
     read_episode,
 )
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
