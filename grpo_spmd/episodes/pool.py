@@ -312,7 +312,7 @@ class EnvironmentPool(ProcessPool):
         elif "values" in reply:
             self._add_values(worker, call, reply["values"])
         else:
-            self._fail(worker, "error", str(reply.get("failed"))[:8000])
+            self._fail(worker, "error", cut_middle(str(reply.get("failed")), 8_000))
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:
