@@ -68,7 +68,7 @@ from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.protocol import Reward
+from grpo_spmd.rewards.protocol import Reward, watched_rewards
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
 from grpo_spmd.rollout.evaluate import Evaluator
@@ -241,7 +241,6 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
-    reward_weights = [*score.weights.values()]
     # A second stream, for the teachers only: it looks up prompts and never advances.
     prompt_at = PromptStream(prompts, config.seed, config.data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
@@ -249,7 +248,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         policy,
         config.optimizer,
         config.loss,
-        config.training,
+        config.policy_training,
         max_completion_tokens=config.rollout.max_completion_tokens,
         value_head=signals.value_head,
     )
@@ -270,9 +269,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         loss=config.loss,
         optimizer=config.optimizer,
         training=config.training,
-        reward_weights=reward_weights,
+        reward_weights=[*score.weights.values()],
         warmup_steps=0 if signals.critic is None else config.critic.warmup_steps,
-        is_agent=bool(config.environment.agent),
+        environment=config.environment,
     )
     update_check = UpdateCheck(
         check_settings,
@@ -285,7 +284,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     # Rows are balanced by their FLOPs, not only by their tokens.
     cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
-    step_rules = make_step_rules(config, session.world_size, cost_ratio, reward_weights)
+    step_rules = make_step_rules(config, session.world_size, cost_ratio, score.weights)
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
@@ -307,6 +306,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.reward_pool.max_error_frac,
         writer if config.logging.rollouts_every_steps > 0 else None,
         environments,
+        # The first reward says what is correct, whatever its weight.
+        watched_rewards=watched_rewards(score.weights) - {*[*score.weights][:1]},
     )
     checkpoints = Checkpoints(
         run_dir,
@@ -401,12 +402,12 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
 
 
 def make_step_rules(
-    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Sequence[float]
+    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Mapping[str, float]
 ) -> StepRules:
     """Returns the rules of a step. `cost_ratio` is the result of balance.attention_cost_ratio,
-    `reward_weights` are the weights of all rewards."""
+    `reward_weights` are the weights of all rewards by name."""
     # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
-    has_rewards = any(reward_weights)
+    has_rewards = any(reward_weights.values())
     return StepRules(
         config.rollout,
         config.advantage,
@@ -417,6 +418,7 @@ def make_step_rules(
         attention_cost_ratio=cost_ratio,
         discount=config.environment.discount if has_rewards else None,
         zero_advantages=not has_rewards,
+        watched_rewards=watched_rewards(reward_weights),
     )
 
 

@@ -59,9 +59,22 @@ class Prompt:
     token_ids: list[int]
     """The prompt as the engine gets it."""
     text: str | list[Message]
-    """The prompt as reward functions get it: a string or chat messages."""
+    """The prompt of the row: a string or chat messages."""
     columns: Fields
     """The other columns of the row, for the reward functions."""
+
+    def text_before(self, completion: Completion) -> str | list[Message]:
+        """Returns what the policy had before its completion, as whoever scores or shows it gets it.
+
+        An environment's reset() may have added messages (often the task itself), and an agent may
+        have begun with messages of its own.
+        """
+        return self.with_opening(completion.episode.opening if completion.episode else [])
+
+    def with_opening(self, opening: list[Message]) -> str | list[Message]:
+        """Returns the first messages of an episode, or the row's prompt if they say no more."""
+        is_row = not opening or opening == [{"role": "user", "content": self.text}]
+        return self.text if is_row else opening
 
 
 @dataclass(frozen=True)
@@ -114,7 +127,7 @@ class Episode:
     turns: tuple[Turn, ...] = ()
     """The turns in the order in which they were sampled."""
     messages: list[Message] = field(default_factory=list)
-    """The chat messages after the prompt. Reward functions get them as the completion."""
+    """The chat messages after `opening`. Reward functions get them as the completion."""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
     """The environment's rewards by name. None: the reward does not apply. A string: the reward is
     unusable, and the string says why."""
@@ -122,6 +135,13 @@ class Episode:
     """Seconds of each call to the environment."""
     error: str | None = None
     """The error of an environment that failed."""
+    opening: list[Message] = field(default_factory=list)
+    """The chat messages that the policy had before its first turn. Empty if it had none."""
+    num_tool_calls: int | None = None
+    """The calls that the policy's tools got. None: they are not tools, or the environment
+    failed."""
+    num_tool_errors: int = 0
+    """The calls in which a tool raised, and not because of the policy's arguments."""
 
 
 @dataclass(frozen=True)
@@ -388,6 +408,9 @@ class StepDecision:
     """Completion tokens that the engines sampled, those of dropped groups included."""
     metrics: dict[str, float | None]
     """The metrics of the step that rank 0 computed."""
+    advantage_slope: float | None = None
+    """What a reward of one more adds to an advantage, in all groups alike. None: each group has its
+    own."""
 
 
 @dataclass(frozen=True)
@@ -418,6 +441,8 @@ class Decision:
     """Completion tokens that the engines sampled, those of dropped groups included."""
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
+    advantage_slope: float | None = None
+    """As in StepDecision."""
 
     def rollout_ids(self, group: RolloutGroup) -> range:
         """Returns the ids of a group's rollouts; none if it is not trained on."""

@@ -178,7 +178,8 @@ def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
     )
     updates = config.training.num_optimizer_steps
     yield Row("optimizer steps", f"{steps * updates:,}", f"{steps} steps x {updates}")
-    for name, value, explanation in schedule_rows(config.optimizer, steps * updates):
+    num_updates = config.policy_training.num_run_optimizer_steps
+    for name, value, explanation in schedule_rows(config.optimizer, num_updates):
         yield Row(name, value, explanation)
 
 

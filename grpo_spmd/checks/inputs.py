@@ -42,6 +42,7 @@ from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.pool.processes import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent
+from grpo_spmd.rewards.trl import CALL_COLUMNS, EXTRA_ARGUMENTS
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 
@@ -114,6 +115,12 @@ def check_inputs(
     warnings = find_gold_warnings(config, rows, is_held_out=False)
     for eval_set in eval_rows.values():
         warnings += find_gold_warnings(config, eval_set, is_held_out=True)
+    hidden = inputs.columns & {*CALL_COLUMNS, *EXTRA_ARGUMENTS, "environments"}
+    for name in sorted(hidden):
+        warnings.append(
+            f"data: no reward sees the column {name!r}, as the trainer gives its own argument of "
+            "that name; rename the column"
+        )
     if to_run:
         check_disk(config)
         check_packages(config)

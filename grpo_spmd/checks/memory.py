@@ -570,7 +570,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             f"{num_ranks - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
         )
-    steps = training.num_optimizer_steps * training.num_steps
+    steps = config.policy_training.num_run_optimizer_steps
     if optimizer.warmup_steps >= steps:
         yield (
             f"optimizer.warmup_steps {optimizer.warmup_steps} covers the run's {steps} "

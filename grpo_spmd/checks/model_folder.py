@@ -403,12 +403,12 @@ _OTHER_FOLDERS = (
     (
         "checkpoints/step_*",
         "it is a run's folder: `python -m grpo_spmd.export {0} OUT` writes the folder of its "
-        "newest model",
+        "newest model (of adapters with --merge)",
     ),
     (
         "manifest.json",
         "it is a run's checkpoint: `python -m grpo_spmd.export {0.parent} OUT` writes a model's "
-        "folder",
+        "folder (of adapters with --merge)",
     ),
     (
         "adapter_config.json",

@@ -28,6 +28,12 @@ def printable(text: str) -> str:
     return _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def cut_middle(text: str, num_chars: int = 40) -> str:
+    """Returns the text, or both its ends if it has more than `num_chars` characters."""
+    half = num_chars // 2 - 2
+    return text if len(text) <= num_chars else f"{text[:half]} ... {text[-half:]}"
+
+
 class ConfigError(ValueError):
     """The config, the command line or the data cannot be used. Its text is always one line."""
 

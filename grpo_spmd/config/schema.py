@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Literal
 
@@ -692,6 +692,15 @@ class Config:
     watchdog: WatchdogConfig = WatchdogConfig()
     eval: EvalConfig = EvalConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def policy_training(self) -> TrainingConfig:
+        """The training of the policy alone: without the steps in which only the critic trains.
+
+        Its learning rate would otherwise never come down to the end of its schedule.
+        """
+        num_held_steps = self.critic.warmup_steps if self.critic.path is not None else 0
+        return replace(self.training, num_steps=self.training.num_steps - num_held_steps)
 
     @property
     def pool_rewards(self) -> tuple[RewardConfig, ...]:

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.config.errors import ConfigError, cut_middle, refuse
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import exit, interrupt, processes
 from grpo_spmd.distributed.exit import Rank0Error, exit_process
@@ -148,7 +148,9 @@ def fault_of(error: BaseException, rank: int) -> Fault:
     cause = error.__cause__ if is_from_rank0 and error.__cause__ else error
     # The message of a failed proof is complete; where it was raised tells nobody anything.
     is_complete = getattr(cause, "says_all", False)
-    text = "" if is_complete else "".join(traceback.format_exception(cause))[-MAX_TEXT:]
+    headline, _, details = str(cause).partition("\n")
+    text = details if is_complete else "".join(traceback.format_exception(cause))
+    text = cut_middle(text, MAX_TEXT)
     # A lost peer shows as torch's own error, raised from within a collective.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_lost_peer = (
@@ -157,7 +159,7 @@ def fault_of(error: BaseException, rank: int) -> Fault:
         and waits_for(frames[-1] if frames else None) == "collective"
     )
     is_follower = is_lost_peer or (is_from_rank0 and rank != 0)
-    headline = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+    headline = f"{type(cause).__name__}: {headline}"
     return Fault("follows" if is_follower else "raise", headline, text)
 
 
@@ -189,7 +191,9 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     if ranks_by_text:
         lines.append("where the other ranks were:")
     lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
-    lines.append("all ranks stop with exit code 1")
+    # Below a traceback the reason stands once more, as the last line is what people read first.
+    is_long = fault is not None and "\n" in fault.traceback
+    lines.append("all ranks stop with exit code 1" + f": {reason}" * is_long)
     return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
 

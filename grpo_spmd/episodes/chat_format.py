@@ -45,6 +45,9 @@ _THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
 _THINKING_TAGS = ("<think>", "</think>")
 # Canonical composition (NFC) makes one letter out of at most four code points.
 _MAX_COMPOSED = 4
+# Trial conversations have as many turns as an episode may have, within these bounds. Each turn
+# costs a rendering; no known template rewrites earlier turns in still longer conversations alone.
+_TRIAL_TURNS = (2, 32)
 _KEY = "environment: the chat template of model.path"
 # The messages that follow the policy's turns for certain, by the kind of environment.
 _SURE_KINDS: dict[str, Kind] = {"tools": "tool", "gym": "user"}
@@ -282,15 +285,17 @@ class ChatFormat:
         history: Literal["append", "fork"],
         tools: Tools,
         environment: Literal["tools", "gym", "agent"],
+        max_turns: int = _TRIAL_TURNS[0],
     ) -> None:
         """`tools` are JSON schemas. The kind of environment says which messages are sure to follow
-        the policy's turns.
+        the policy's turns. `max_turns` is the most turns of an episode.
 
         Raises ConfigError if the template cannot render these messages, or if it rewrites the
         history although the config wants to append to it.
         """
         self._tokenizer = tokenizer
         self._history = history
+        self._num_trial_turns = min(max(max_turns, _TRIAL_TURNS[0]), _TRIAL_TURNS[1])
         self._plain = PlainText(tokenizer)
         self.max_token_chars = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
         """A text with more than this many characters for each free token of the context cannot fit.
@@ -480,26 +485,29 @@ class ChatFormat:
         return self._rules_by_tools[key]
 
     def _try_history(self, kind: Kind, tools: Tools) -> _HistoryRule:
-        """Returns the rule for messages of a kind, from conversations of 0, 1 and 2 turns.
+        """Returns the rule for messages of a kind, from conversations of 0, 1, 2 and more turns.
 
         Each rendered text should begin with the text of the shorter conversation. Raises
         TemplateError where the template leaves a message out.
         """
         # Equal turns: what differs between the texts is what the template makes of their places.
         pair = self._trial_pair(kind)
-        messages = [*_TRIAL_PROMPT, *pair, *pair]
-        texts = [self._render(messages[:num], tools) for num in (1, 3, 5)]
+        texts = [
+            self._render([*_TRIAL_PROMPT, *pair * num], tools)
+            for num in range(self._num_trial_turns + 1)
+        ]
         for num, text in enumerate(texts):
             if text.count(_SAID_WORD) != num or text.count(_ANSWER_WORD) != num:
                 raise TemplateError("it leaves out a message, or a part of one")
         # The texts after the turn's own words, if nothing follows the turn and if messages do.
-        alone = self._render(messages[:2], tools, generate=False).partition(_SAID_WORD)[2]
+        turn, answer = pair
+        alone = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
+        alone = alone.partition(_SAID_WORD)[2]
         followed = texts[1].partition(_SAID_WORD)[2]
         plain = [_THINKING.sub("", text) for text in texts]
         rewrites = any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))
-        if not rewrites and not texts[2].endswith(followed):
+        if not rewrites and not all(text.endswith(followed) for text in texts[1:]):
             raise TemplateError("it writes the same messages in two ways")
-        turn, answer = pair
         fields = {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
         thinking_turns = [{**turn, **fields}]
         if kind == "user":

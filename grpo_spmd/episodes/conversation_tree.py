@@ -223,14 +223,16 @@ class ConversationTree:
             ids = np.asarray(leaf.token_ids(), np.int32)
             segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
         longest_leaf = _longest(leaves)
-        messages = longest_leaf.messages[longest_leaf.num_first_messages :] if longest_leaf else []
+        num_first = longest_leaf.num_first_messages if longest_leaf else 0
+        messages = longest_leaf.messages if longest_leaf else []
         episode = Episode(
             status=self.status,
             segments=tuple(segments),
             turns=tuple(turns),
-            messages=messages,
+            messages=messages[num_first:],
             rewards=rewards,
             calls_s=calls_s,
+            opening=messages[:num_first],
         )
         return Completion(token_ids, logprobs, finish_reason(episode.status), episode)
 

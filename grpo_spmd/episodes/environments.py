@@ -121,7 +121,13 @@ class Environments:
                     f"environment: its reward is called {duplicates[0]!r}, as one of `rewards` "
                     "is; give that one another name"
                 )
-            self._chat = ChatFormat(tokenizer, config.history, facts.tools, environment=facts.kind)
+            self._chat = ChatFormat(
+                tokenizer,
+                config.history,
+                facts.tools,
+                environment=facts.kind,
+                max_turns=config.max_turns,
+            )
             _log.info("chat template: %s", self._chat.note)
             if facts.kind == "agent":
                 self._endpoint = stack.enter_context(Endpoint())

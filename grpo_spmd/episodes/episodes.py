@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_spmd.engine.requests import (
@@ -159,7 +159,7 @@ class Episodes:
         elif state.turns:
             arguments = {
                 **episode.prompt.columns,
-                "prompts": episode.prompt.text,
+                "prompts": episode.prompt.with_opening(state.opening),
                 "completions": state.messages,
                 "completion_ids": state.token_ids,
             }
@@ -190,17 +190,24 @@ class Episodes:
         # A gym environment has one reward of its own, which is the first: the sum of its steps.
         if facts.kind == "gym" and state.turns:
             factor = 1.0 if self.discount is None else self.discount
-            rewards_by_turn = [
-                (i, turn.reward) for i, turn in enumerate(state.turns) if turn.reward is not None
-            ]
-            # Discounted from the first turn on. None if no turn had a reward.
-            total = sum(reward * factor**i for i, reward in rewards_by_turn)
-            values[next(iter(values))] = total if rewards_by_turn else None
+            # Discounted from the first turn on. A turn without a reward counts 0: an episode that
+            # was cut off would otherwise leave its group, and only the survivors would be learned
+            # from.
+            values[next(iter(values))] = sum(
+                (turn.reward or 0.0) * factor**i for i, turn in enumerate(state.turns)
+            )
+        record = state.episode(values, episode.calls_s)
+        if facts.kind == "tools":
+            record = replace(
+                record,
+                num_tool_calls=state.num_tool_calls,
+                num_tool_errors=state.num_tool_errors,
+            )
         completion = Completion(
             token_ids=state.token_ids,
             logprobs=state.logprobs,
             finish_reason=finish_reason(state.status),
-            episode=state.episode(values, episode.calls_s),
+            episode=record,
         )
         self._finish(episode, completion)
 

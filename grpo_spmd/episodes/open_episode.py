@@ -47,13 +47,15 @@ class OpenEpisode:
         """`prompt_ids` are the tokens of the messages `prompt`."""
         self._limits = limits
         self.tools = tools
-        self._prompt = prompt
+        self.opening = prompt
         self.context_ids = list(prompt_ids)
         self._sampled = [False] * len(prompt_ids)
         self._finished_segments: list[Segment] = []
         self._num_prompt_tokens = len(prompt_ids)
         self._num_all_tokens = len(prompt_ids)
         self._num_invalid_turns = 0
+        self.num_tool_calls = 0
+        self.num_tool_errors = 0
         self.messages: list[Message] = []
         self.turns: list[Turn] = []
         self.token_ids: list[int] = []
@@ -104,6 +106,8 @@ class OpenEpisode:
         self.turns[-1] = replace(self.turns[-1], reward=values["reward"])
         # No tokenizer makes a longer text short enough: it is refused before it is tokenized.
         max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
+        self.num_tool_calls += values["num_calls"]
+        self.num_tool_errors += values["num_errors"]
         only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
         self._num_invalid_turns = self._num_invalid_turns + 1 if only_invalid else 0
         if values["done"]:
@@ -131,6 +135,7 @@ class OpenEpisode:
             messages=self.messages,
             rewards=rewards,
             calls_s=calls_s,
+            opening=self.opening,
         )
 
     def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
@@ -138,7 +143,7 @@ class OpenEpisode:
         turn."""
         if not messages:
             raise ValueError("step() gave no observation, and is not done")
-        history = [*self._prompt, *self.messages]
+        history = [*self.opening, *self.messages]
         ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         num_kept = len(self.context_ids) if continues else 0
         num_all_tokens = self._num_all_tokens + len(ids) - num_kept

@@ -8,6 +8,7 @@ that it left running.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -18,7 +19,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.endpoint import Endpoint
@@ -26,6 +27,8 @@ from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
+
+_log = logging.getLogger("grpo_spmd")
 
 Method = Literal["begin", "act", "end"]
 FailureStatus = Literal["env_error", "env_timeout"]
@@ -126,6 +129,7 @@ class EnvironmentPool(ProcessPool):
         self._idle: list[WorkerProcess] = []
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
         self._num_calls = 0
+        self._warned = set[str]()
         self._engine_s: Callable[[ConversationId], float] = lambda conversation: 0.0
 
     @property
@@ -308,7 +312,12 @@ class EnvironmentPool(ProcessPool):
         elif "values" in reply:
             self._add_values(worker, call, reply["values"])
         else:
-            self._fail(worker, "error", str(reply.get("failed"))[:8000])
+            self._fail(worker, "error", cut_middle(str(reply.get("failed")), 8_000))
+
+    def _warn_once(self, kind: str, text: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("%s", cut_middle(text, 1_000))
 
     def _add_values(self, worker: WorkerProcess, call: _Call, values: Any) -> None:
         """Checks and keeps the values of a successful call."""
@@ -317,6 +326,15 @@ class EnvironmentPool(ProcessPool):
         method: Method = "end" if self.facts.kind == "agent" else call.method
         try:
             fields = msgspec.structs.asdict(msgspec.convert(values, _FORMS[method]))
+            # The run goes on: nothing else would show these.
+            if fields.get("lost"):
+                self._warn_once("lost", fields["lost"])
+            if fields.get("first_error"):
+                self._warn_once(
+                    "tool",
+                    f"{fields['first_error']}; the policy is given the error, and "
+                    f"environment/tool_error_frac counts them; traceback: {self._log_file}",
+                )
             messages = fields.get("messages")
             if isinstance(messages, list):
                 # reset() may return blocks of text in place of messages.
@@ -386,11 +404,14 @@ class _ActValues(msgspec.Struct):
     done: bool
     num_calls: _Count
     num_invalid: _Count
+    num_errors: _Count = 0
+    first_error: str = ""
     too_long: int | None = None
 
 
 class _EndValues(msgspec.Struct):
     rewards: dict[str, _Reward | str | None]
+    lost: str = ""
 
 
 _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}

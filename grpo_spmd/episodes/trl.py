@@ -21,6 +21,7 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes.shipped.catalog import Factory
 from grpo_spmd.records import Fields, Message
+from grpo_spmd.rewards.pool.worker import describe_error
 from grpo_spmd.rewards.trl import callable_name
 
 Tool = Callable[..., Any]
@@ -50,6 +51,8 @@ class TrlDriver:
     environment: Any = None
     """The environment of the running episode."""
     environments: dict[str, Any] = field(default_factory=dict)
+    has_printed: bool = False
+    """True after the first traceback of a tool, which goes to the log of the environments."""
     episode_tools: dict[str, Tool] = field(default_factory=dict)
 
     @functools.cached_property
@@ -97,6 +100,7 @@ class TrlDriver:
         pending: list[tuple[str, Awaitable[Any]]] = []
         calls = message.get("tool_calls") or []
         num_invalid = 0
+        tool_errors: list[str] = []
         for call in calls:
             name = call["function"]["name"]
             arguments = call["function"]["arguments"]
@@ -115,7 +119,10 @@ class TrlDriver:
                 is_misfit = isinstance(error, TypeError) and not _fits(tool, arguments)
                 # An unknown tool and misfitting arguments are the policy's mistake; other errors
                 # are the tool's.
-                num_invalid += tool is None or is_misfit
+                if tool is None or is_misfit:
+                    num_invalid += 1
+                else:
+                    tool_errors.append(f"tool {name!r} raised {describe_error(error)}")
                 result = {"error": str(error)}
             if inspect.isawaitable(result):
                 pending.append((name, result))
@@ -125,16 +132,22 @@ class TrlDriver:
         for (name, _), (result, raised) in zip(pending, outcomes, strict=True):
             # Errors of a tool go to the policy; SystemExit and the debugger's end go to the worker.
             if isinstance(raised, Exception) and not isinstance(raised, bdb.BdbQuit):
+                tool_errors.append(f"tool {name!r} raised {describe_error(raised)}")
                 result = {"error": str(raised)}
             elif raised is not None:
                 raise raised
             results.append(_tool_message(name, result))
+        if tool_errors and not self.has_printed:
+            self.has_printed = True
+            print(tool_errors[0], flush=True)
         return {
             "messages": results,
             "reward": None,
             "done": not calls,
             "num_calls": len(calls),
-            "num_invalid": int(num_invalid),
+            "num_invalid": num_invalid,
+            "num_errors": len(tool_errors),
+            "first_error": tool_errors[0].partition("\n")[0] if tool_errors else "",
         }
 
     def end(self) -> dict[str, float | None]:

@@ -150,6 +150,7 @@ def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
         return driver.act(json.loads(message["message"]))
     # The environment's own rewards come first, then the rewards that look at environments.
     values = {name: as_reward(value) for name, value in driver.end().items()}
+    lost = ""
     columns = {
         **message["columns"],
         **json.loads(message["completion"]),
@@ -162,7 +163,9 @@ def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
         if "quit" in reply:
             raise bdb.BdbQuit
         values[reward.name] = reply["values"][0] if "values" in reply else str(reply["failed"])
-    return {"rewards": values}
+        if "metrics" in reply or "extra" in reply:
+            lost = f"what reward {reward.name!r} logs is lost, because it takes `environments`"
+    return {"rewards": values, "lost": lost}
 
 
 if __name__ == "__main__":

@@ -111,6 +111,7 @@ def credited_tokens(
     completions: Sequence[Completion],
     discount: float | None,
     estimator: str,
+    slope: float | None,
 ) -> Sequence[Credit]:
     """Returns the advantages of the tokens of each completion of a group.
 
@@ -122,7 +123,7 @@ def credited_tokens(
     if discount is None:
         return advantages
     episodes = [completion.episode for completion in completions]
-    return turn_advantages(advantages, rewards, episodes, discount)
+    return turn_advantages(advantages, rewards, episodes, discount, slope)
 
 
 def turn_advantages(
@@ -130,6 +131,7 @@ def turn_advantages(
     rewards: Sequence[float | None],
     episodes: Sequence[Episode | None],
     discount: float,
+    slope: float | None = None,
 ) -> list[Credit]:
     """Returns the advantages of each token of a group's episodes, from the advantages of whole
     episodes.
@@ -137,10 +139,12 @@ def turn_advantages(
     An estimator maps rewards to advantages by a line, A = (reward - baseline) / scale. A turn's
     advantage is on the same line: its return to go takes the place of the whole return, and the
     group's mean of returns from that turn on (0 for an episode that has ended) takes the place of
-    the mean of whole returns. So the turns are as centred as the episodes are.
+    the mean of whole returns. So the turns are as centred as the episodes are. `slope` is 1 /
+    scale; None: it is found from the group, and a group whose rewards are all alike has none.
     """
     scored = [i for i, reward in enumerate(rewards) if reward is not None and math.isfinite(reward)]
-    slope = _slope([rewards[i] or 0.0 for i in scored], [advantages[i] for i in scored])
+    if slope is None:
+        slope = _slope([rewards[i] or 0.0 for i in scored], [advantages[i] for i in scored])
     returns = [
         returns_to_go(episode, discount) if episode is not None else [] for episode in episodes
     ]

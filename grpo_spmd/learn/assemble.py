@@ -64,6 +64,7 @@ def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Roll
             group.completions,
             discount=sampled.rules.discount,
             estimator=sampled.rules.advantage.estimator,
+            slope=decision.advantage_slope,
         )
         for i, completion, credit in zip(rollout_ids, group.completions, credits, strict=True):
             contexts = completion_contexts(group.prompt.token_ids, completion)

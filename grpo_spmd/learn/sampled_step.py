@@ -8,7 +8,7 @@ groups to train on, their rewards and advantages, and the plan of the ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,12 @@ from torch import Tensor
 
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0_bytes, scatter_from_rank0
-from grpo_spmd.learn.advantages import batch_std, compute_advantages, overlong_penalties
+from grpo_spmd.learn.advantages import (
+    ZERO_STD_TOLERANCE,
+    batch_std,
+    compute_advantages,
+    overlong_penalties,
+)
 from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
 from grpo_spmd.learn.step_messages import (
     GroupRows,
@@ -62,7 +67,10 @@ class StepRules:
     discount: float | None = None
     """`environment.discount`. None: one reward for all turns."""
     zero_advantages: bool = False
-    """True if all rewards have weight 0 and are only logged: then every advantage is 0."""
+    """True if all rewards have weight 0 and are only logged: then every advantage is 0, and a
+    completion counts in the loss whether its reward is known or not."""
+    watched_rewards: Collection[str] = ()
+    """The rewards whose failures do not count; see protocol.watched_rewards."""
 
 
 class SampledStep:
@@ -169,7 +177,10 @@ class _Rank0Step:
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(rows, counts.first_errors, max_error_frac)
         self._error_rates = check_error_rate(
-            [counts.status_counts], counts.first_errors, max_error_frac
+            [counts.status_counts],
+            counts.first_errors,
+            max_error_frac,
+            watched=self._rules.watched_rewards,
         )
         self._error_rates |= retried_fracs(
             counts.status_counts, counts.retried, len(self._positions), counts.first_errors
@@ -181,7 +192,15 @@ class _Rank0Step:
         rules = self._rules
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
-        if np.isnan(rows["rewards"]).all():
+        if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
+            # Tools and gyms end with another status where they leave no room for a turn.
+            is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
+            if is_idle.any():
+                raise RewardError(
+                    f"the agent made no request in {is_idle.sum()} of {is_idle.size} episodes, so "
+                    "that there is nothing to train on; ask for turns at the base_url that "
+                    "rollout() is given"
+                )
             raise RewardError(
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
@@ -209,7 +228,9 @@ class _Rank0Step:
         rows = rows[used]
         num_tokens = rows["tokens"].astype(np.int64).ravel()
         # Rollouts out of the loss are still trained rollouts: they keep their place in the plan.
-        in_loss = ~(np.isnan(rewards) | (rows["truncated"] & rules.loss.mask_truncated))
+        # A teacher that teaches alone asks no reward.
+        is_unknown = np.isnan(rewards) & (not rules.zero_advantages)
+        in_loss = ~(is_unknown | (rows["truncated"] & rules.loss.mask_truncated))
         num_mini_batches = rules.training.num_mini_batches
         sizes = [n * group_size for n in split_groups(len(used), num_mini_batches)]
         loss_tokens = np.where(in_loss, rows["completion_tokens"].astype(np.int64), 0).ravel()
@@ -230,6 +251,11 @@ class _Rank0Step:
         for name, value in plan_metrics(plan, num_tokens, costs).items():
             metrics[f"batching/{name}"] = value
         advantages = rollout_advantages(rewards, rules.advantage)
+        slope = None
+        # Its line is the same in all groups: those whose rewards are all alike do not show it.
+        if rules.advantage.estimator == "reinforce_pp":
+            deviation = float(batch_std(torch.from_numpy(rewards)))
+            slope = 1 / deviation if deviation >= ZERO_STD_TOLERANCE else 0.0
         self.decision = StepDecision(
             positions=positions,
             rewards=rewards.ravel(),
@@ -243,6 +269,7 @@ class _Rank0Step:
             num_tokens=int(num_tokens.sum()),
             num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
+            advantage_slope=slope,
         )
         return self.decision
 
@@ -260,7 +287,7 @@ class _Rank0Step:
         for number, name in enumerate(self._reward_names):
             metrics |= reward_metrics(name, rows["by_name"][:, number])
         metrics |= self._error_rates
-        metrics |= episode_metrics(rows, self._counts.calls_s)
+        metrics |= episode_metrics(rows, self._counts.calls_s, self._counts.tools)
         if self._rules.rollout.dynamic_sampling:
             num_alike = int(is_alike.sum())
             num_missing = self._rules.rollout.num_prompts_per_step - num_used
@@ -297,8 +324,9 @@ def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str,
     """Returns the metrics of rewards and completion lengths."""
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
+    known_rewards = rewards[~rewards.isnan()]
     return {
-        "reward/mean": float(rewards[~rewards.isnan()].mean()),
+        "reward/mean": float(known_rewards.mean()) if len(known_rewards) else None,
         "reward/std": float(batch_std(rewards)),
         "reward/zero_std_groups_frac": int(is_alike.sum()) / len(rows),
         "reward/unscored_frac": float(rewards.isnan().double().mean()),
@@ -345,17 +373,20 @@ def check_environment_errors(
     if num_failed and num_failed / num_episodes >= max_error_frac:
         by_status = ", ".join(f"{counts[status]} {status}" for status in FAILED_STATUSES)
         environment_errors = [error for error in first_errors if error.startswith("environment")]
-        first_error = [*environment_errors, "not recorded"][0]
-        raise RewardError(
+        raise RewardError.about(
+            [*environment_errors, None][0],
             f"the environment failed in {num_failed} of {num_episodes} episodes ({by_status}), "
             f"each tried twice: {num_failed / num_episodes:.3g} is not under "
-            f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\n{first_error}"
+            f"reward_pool.max_error_frac={max_error_frac:g}",
         )
 
 
-def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, float | None]:
-    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not
-    episodes."""
+def episode_metrics(
+    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int]
+) -> dict[str, float | None]:
+    """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
+
+    `calls_s` and `tools` are as in StepCounts."""
     counts = count_statuses(rows)
     num_episodes = sum(counts.values())
     if not num_episodes:
@@ -369,6 +400,10 @@ def episode_metrics(rows: GroupRows, calls_s: Sequence[float]) -> dict[str, floa
         **{f"episode/{status}_frac": number / num_episodes for status, number in counts.items()},
         "episode/given_tokens_mean": num_given_tokens / num_episodes,
     }
+    if tools:
+        num_calls = tools["calls"]
+        metrics["environment/tool_calls_mean"] = num_calls / tools["episodes"]
+        metrics["environment/tool_error_frac"] = tools["errors"] / num_calls if num_calls else None
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 

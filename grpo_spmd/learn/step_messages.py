@@ -73,6 +73,8 @@ class StepCounts:
     """The first failure on each rank that had one."""
     calls_s: list[float] = field(default_factory=list)
     """Seconds of each call to an environment."""
+    tools: Counter[str] = field(default_factory=Counter)
+    """The numbers of "episodes" with tools, and of their "calls" and "errors"."""
 
     def add(self, addend: StepCounts) -> None:
         """Adds the sums of another rank or round."""
@@ -88,6 +90,7 @@ class StepCounts:
         merge_logged(self.logged, addend.logged)
         self.first_errors += addend.first_errors
         self.calls_s += addend.calls_s
+        self.tools.update(addend.tools)
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
@@ -127,6 +130,11 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
         first_errors=[scored.first_error] if scored.first_error else [],
         calls_s=[seconds for episode in episodes for seconds in episode.calls_s],
     )
+    for episode in episodes:
+        if episode.num_tool_calls is not None:
+            counts.tools["episodes"] += 1
+            counts.tools["calls"] += episode.num_tool_calls
+            counts.tools["errors"] += episode.num_tool_errors
     for note in scored.notes.values():
         for name, reason in note.get("retried", {}).items():
             counts.retried.setdefault(name, Counter())[reason] += 1
@@ -185,6 +193,7 @@ class _Share(msgspec.Struct, array_like=True):
     num_loss_sequences: list[int]
     num_tokens: int
     num_sampled_tokens: int
+    advantage_slope: float | None
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
@@ -212,6 +221,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
             num_loss_sequences=step.num_loss_sequences,
             num_tokens=step.num_tokens,
             num_sampled_tokens=step.num_sampled_tokens,
+            advantage_slope=step.advantage_slope,
         )
         messages.append(msgspec.msgpack.encode(share))
     return messages

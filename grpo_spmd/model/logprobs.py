@@ -340,8 +340,6 @@ class TeacherDivergence:
     beta: float
     settings: LogitSettings
     """Those of the policy."""
-    num_tokens: int
-    """V, the number of token ids that policy and teachers share."""
 
     def __call__(self, hidden: Hidden, head: Head) -> Float[Tensor, " C"]:
         """Returns the sum of the divergences from all teachers at each token, float32 [C]."""

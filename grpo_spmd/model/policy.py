@@ -321,7 +321,8 @@ def load_weights(
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
     `parameters` are DTensors with their HF names; `stored_names` has those that differ on disk.
-    Raises ConfigError for a tensor that is missing or has another shape."""
+    Raises ConfigError for a tensor that is missing, has another shape, or has a value that is not
+    finite."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
         assert isinstance(parameter, DTensor), hf_name
@@ -341,3 +342,9 @@ def load_weights(
             start = first_row(parameter)
             if len(local):
                 local.copy_(stored[start : start + len(local)])
+                # Else the first weight sync would look broken: NaN is not equal to itself.
+                if not local.isfinite().all():
+                    raise ConfigError(
+                        f"model.path: {name} in {folder} has values that are NaN or infinite; "
+                        "export or download the model again"
+                    )

@@ -77,5 +77,7 @@ def _rate(flat: Mapping[str, Any], num_updates: int) -> tuple[float, int]:
 
     optimizer = section(OptimizerConfig, "optimizer", "lr", "min_lr", "schedule", "warmup_steps")
     training = section(TrainingConfig, "training", "num_steps", "num_mini_batches", "num_epochs")
-    num_steps = training.num_run_optimizer_steps
+    # As Config.policy_training: a critic's warm-up holds the policy.
+    num_held_steps = flat.get("critic.warmup_steps", 0) if flat.get("critic.path") else 0
+    num_steps = (training.num_steps - num_held_steps) * training.num_optimizer_steps
     return optimizer.lr * lr_fraction(optimizer, num_updates, num_steps), num_steps

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
-from grpo_spmd.config.errors import ConfigError, within
+from grpo_spmd.config.errors import ConfigError, cut_middle, within
 from grpo_spmd.files import write_durably
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics_backwards, read_objects
 
@@ -122,7 +122,7 @@ class Launch:
 
     def fail(self, message: str) -> None:
         """Writes the outcome "failed" from the rank that failed. Waits at most 5 s for the disk."""
-        reason = redact(message.partition("\n")[0][:_MAX_REASON_CHARS])
+        reason = redact(cut_middle(message.partition("\n")[0], _MAX_REASON_CHARS))
         with suppress(TimeoutError):
             within(_PATIENCE_S, lambda: self._complete("failed", reason))
 

@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import msgspec
 import numpy as np
 
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.learn.contexts import find_episode_error
-from grpo_spmd.records import Episode, Segment, Turn
+from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt, Segment, Turn
 
 EPISODE_FIELDS = ("status", "turns", "messages", "environment")
 # Characters of one column's value, and of all columns of a row.
@@ -65,7 +65,7 @@ class RolloutRecord:
     sample: _Count
     """Index in the group, 0 .. group_size - 1."""
     prompt: str | list[Any]
-    """A string, or chat messages."""
+    """What the policy had before the completion: a string, or chat messages."""
     columns: dict[str, Any]
     """The other columns of the data row, cut by `bounded_values`. Earlier versions wrote none."""
     completion: str
@@ -94,7 +94,7 @@ class RolloutRecord:
     turns: list[Any] = field(default_factory=list)
     """The episode's tokens, sampled and given, as `episode_fields` describes them."""
     messages: list[Any] = field(default_factory=list)
-    """Chat messages after the prompt."""
+    """Chat messages after `prompt`."""
     environment: dict[str, Any] = field(default_factory=dict)
     """The environment's rewards, the seconds of its calls, and its error."""
 
@@ -217,6 +217,8 @@ class _EnvironmentFields(msgspec.Struct):
     rewards: dict[str, _ExactInt | _Finite | str | None]
     calls_s: list[_Seconds]
     error: str | None = None
+    num_tool_calls: _Count | None = None
+    num_tool_errors: _Count = 0
 
 
 class _EpisodeFields(msgspec.Struct):
@@ -224,6 +226,7 @@ class _EpisodeFields(msgspec.Struct):
     turns: list[_TurnFields]
     messages: list[dict[str, Any]]
     environment: _EnvironmentFields
+    prompt: str | list[dict[str, Any]] | None = None
 
 
 def episode_fields(episode: Episode) -> dict[str, Any]:
@@ -245,6 +248,9 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             while len(ids):
                 turns.append(_turn_fields(number, waiting[0], ids.tolist()))
                 ids = ids[waiting.popleft().num_tokens :]
+    tools = {}
+    if episode.num_tool_calls is not None:
+        tools = {name: vars(episode)[name] for name in ("num_tool_calls", "num_tool_errors")}
     # turns without a token come last
     last_segment = max(0, len(episode.segments) - 1)
     turns += [_turn_fields(last_segment, turn, []) for turn in waiting]
@@ -256,8 +262,15 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             "rewards": episode.rewards,
             "calls_s": episode.calls_s,
             "error": episode.error,
+            **tools,
         },
     }
+
+
+def dumped_prompt(prompt: Prompt, completion: Completion) -> str | list[Any]:
+    """Returns what the policy had before a completion. An episode's is made plain JSON."""
+    before = prompt.text_before(completion)
+    return before if before is prompt.text else _as_json_value(before)
 
 
 def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
@@ -282,8 +295,13 @@ def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, An
 def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Episode:
     """Returns the episode of `episode_fields`. Raises ValueError if it cannot be one with these
     sampled tokens."""
-    values = msgspec.convert({name: fields.get(name) for name in EPISODE_FIELDS}, _EpisodeFields)
-    if not is_shallow(values.messages):
+    names = (*EPISODE_FIELDS, "prompt")
+    values = msgspec.convert({name: fields.get(name) for name in names}, _EpisodeFields)
+    # An episode that failed had no first turn; its line shows the row's prompt.
+    opening = [] if values.status in FAILED_STATUSES else values.prompt or []
+    if isinstance(opening, str):
+        opening = [{"role": "user", "content": opening}]
+    if not is_shallow([*opening, *values.messages]):
         raise ValueError(f"messages are nested more than {_MAX_DEPTH} deep")
     environment = values.environment
     episode = Episode(
@@ -294,6 +312,9 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
         rewards=environment.rewards,
         calls_s=environment.calls_s,
         error=environment.error,
+        opening=opening,
+        num_tool_calls=environment.num_tool_calls,
+        num_tool_errors=environment.num_tool_errors,
     )
     if reason := find_episode_error(completion_ids, episode):
         raise ValueError(reason)
@@ -382,12 +403,6 @@ def gold_answer(columns: Mapping[str, Any]) -> str:
     column."""
     names = [name for name in (*_GOLD_COLUMNS, *columns) if name in columns]
     return f"{names[0]}={cut_middle(_to_text(columns[names[0]])[0])!r}" if names else ""
-
-
-def cut_middle(text: str, num_chars: int = 40) -> str:
-    """Returns the text, or both its ends if it has more than `num_chars` characters."""
-    half = num_chars // 2 - 2
-    return text if len(text) <= num_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 def _to_text(value: Any) -> tuple[str, bool]:

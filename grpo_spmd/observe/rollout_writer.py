@@ -30,6 +30,7 @@ from grpo_spmd.observe.rollout_record import (
     RolloutRecord,
     bounded_values,
     dumped_episode_fields,
+    dumped_prompt,
     to_line,
 )
 from grpo_spmd.observe.run_folder import (
@@ -140,7 +141,7 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
                 row=prompt.row,
                 position=prompt.position,
                 sample=sample,
-                prompt=prompt.text,
+                prompt=dumped_prompt(prompt, completion),
                 columns=columns,
                 completion=scored.texts[number],
                 reward=scored.rewards[number],

@@ -85,7 +85,7 @@ class BatchCheck:
         self._loss = settings.loss
         self._weights = settings.reward_weights
         self._stop_ids = settings.stop_ids
-        self._is_agent = settings.is_agent
+        self._environment = settings.environment
         # The critic's own check looks at the advantages of gae.
         self._has_critic = self._advantage.estimator == "gae"
 
@@ -169,22 +169,44 @@ class BatchCheck:
         }
 
     def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
-        """Returns, for each group, the weighted sum of the rewards of each completion over the
-        functions that apply to it.
+        """Returns, for each group, the reward of each completion, NaN where it is not known.
 
-        NaN: a function failed, or none applies."""
-        columns = list(sampled.scored.by_name.values())
+        They are worked out from what each call gave and how it ended, never by the code of
+        `rewards/`. Only a reward with a weight is asked; where none has one, all count once."""
+        num_completions = sum(len(group.completions) for group in sampled.groups)
+        sums = np.zeros(num_completions)
+        num_applying = np.zeros(num_completions)
+        has_weights = any(self._weights)
+        scored = sampled.scored
+        # Not strict: a rank without completions has no names.
+        for weight, name in zip(self._weights, scored.by_name, strict=False):
+            if has_weights and weight == 0:
+                continue
+            statuses = np.array(scored.statuses[name])
+            values = np.array(scored.by_name[name], np.float64)
+            if self._environment.gym and name == "environment":
+                values, statuses = self._gym_rewards(sampled)
+            applies = statuses != "not_applicable"
+            values[applies & (statuses != "ok")] = math.nan
+            sums += np.where(applies, values, 0.0) * (weight if has_weights else 1.0)
+            num_applying += applies
         # Without a reward the run has a teacher, and learns from its signal alone.
-        if not columns:
-            return [[0.0] * len(group.completions) for group in sampled.groups]
-        weights = self._weights if any(self._weights) else [1.0] * len(columns)
-        sums: list[float] = []
-        for values in zip(*columns, strict=True):
-            known_values = [(w, v) for w, v in zip(weights, values, strict=True) if v is not None]
-            total = sum(w * v for w, v in known_values)
-            sums.append(total if known_values and math.isfinite(total) else math.nan)
-        size = self._rollout.group_size
-        return [sums[start : start + size] for start in range(0, len(sums), size)]
+        is_known = np.isfinite(sums) & ((num_applying > 0) | (not self._weights))
+        sums[~is_known] = math.nan
+        return sums.reshape(-1, self._rollout.group_size).tolist()
+
+    def _gym_rewards(self, sampled: SampledStep) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Returns (rewards, statuses) of a gym's episodes, from their turns: an episode that had a
+        turn has a reward."""
+        factor = 1.0 if self._environment.discount is None else self._environment.discount
+        episodes = [c.episode for group in sampled.groups for c in group.completions]
+        turns_by_episode = [() if episode is None else episode.turns for episode in episodes]
+        totals = [
+            math.fsum((turn.reward or 0.0) * factor**n for n, turn in enumerate(turns))
+            for turns in turns_by_episode
+        ]
+        statuses = ["ok" if turns else "not_applicable" for turns in turns_by_episode]
+        return np.array(totals), np.array(statuses)
 
     def _overlong_penalty(self, num_tokens: int) -> float:
         """Returns what a completion of `num_tokens` tokens loses for its length.
@@ -243,8 +265,10 @@ class BatchCheck:
             )
         is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
         in_loss = decision.in_loss[i]
-        # A rollout counts in the loss if its reward is known and it is not masked for its cut.
-        if in_loss != (not math.isnan(reward) and not is_cut):
+        # A rollout counts in the loss if its reward is known, or no reward counts, and it is not
+        # masked for its cut.
+        is_wanted = not any(self._weights) or not math.isnan(reward)
+        if in_loss != (is_wanted and not is_cut):
             result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
 
     def _token_advantages(
@@ -268,7 +292,8 @@ class BatchCheck:
         if discount is None:
             return advantages
         episodes = [completion.episode for completion in group.completions]
-        credits = turn_advantages(advantages, rewards, episodes, discount)
+        slope = decision.advantage_slope
+        credits = turn_advantages(advantages, rewards, episodes, discount, slope)
         is_known = [not math.isnan(reward) for reward in rewards]
         # If whole returns have no spread, no line through them says what those of turns are worth.
         expected = _turn_advantages(advantages, episodes, is_known, scale, discount)
@@ -304,7 +329,9 @@ class BatchCheck:
             rule = find_episode_error(completion.token_ids, episode)
             if rule:
                 result.errors.append(f"an episode is none: {rule}")
-        if not self._is_agent and any(reason == "length" for _, reason in turns[:-1]):
+        # An agent may go on after a turn that was cut off.
+        is_agent = bool(self._environment.agent)
+        if not is_agent and any(reason == "length" for _, reason in turns[:-1]):
             result.errors.append("an episode goes on after a turn that was cut off")
         limit = self._rollout.max_completion_tokens
         unit = "completion" if episode is None else "turn"
@@ -565,7 +592,7 @@ def check_data(
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=True)
             reply = [{"role": "assistant", "content": text}] if is_chat else text
             expected |= {
-                "prompts": prompt.text,
+                "prompts": prompt.text_before(completion),
                 "completions": reply if episode is None else episode.messages,
                 "completion_ids": completion.token_ids,
             }

@@ -30,6 +30,7 @@ from torch.nn.utils.rnn import pad_sequence
 from grpo_spmd.config.schema import (
     AdvantageConfig,
     DataConfig,
+    EnvironmentConfig,
     LossConfig,
     OptimizerConfig,
     RolloutConfig,
@@ -295,9 +296,8 @@ class UpdateCheckSettings:
     warmup_steps: int = 0
     """`critic.warmup_steps` of a run with a critic: in so many first steps the critic learns
     alone."""
-    is_agent: bool = False
-    """True if the episodes are those of `environment.agent`: an agent may go on after a turn that
-    was cut off."""
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    """The kind of episodes, and how the rewards of their turns are added."""
 
     @property
     def score_bound(self) -> float:

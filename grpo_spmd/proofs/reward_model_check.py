@@ -136,7 +136,7 @@ class RewardModelCheck:
 
     def _encode(self, scored: ScoredCompletion) -> list[int]:
         """Returns the tokens of prompt and completion as transformers renders and encodes them."""
-        prompt = scored.prompt.text
+        prompt = scored.prompt.text_before(scored.completion)
         episode = scored.completion.episode
         completion_ids = scored.completion.token_ids
         text = self._policy_tokenizer.decode(completion_ids, skip_special_tokens=True)

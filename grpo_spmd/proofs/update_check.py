@@ -100,9 +100,10 @@ class UpdateCheck(UpdateObserver):
         self._stored_rows: dict[str, Tensor] = {}
         self._batch_check = BatchCheck(settings)
         self._gradients = GradientCheck(policy, updater, settings, signals)
-        self._adamw = AdamwCheck(
-            policy, updater, settings.optimizer, settings.training.num_run_optimizer_steps
-        )
+        # In the first steps of a critic's warm-up the policy makes no optimizer step.
+        num_steps = settings.training.num_steps - settings.warmup_steps
+        num_updates = num_steps * settings.training.num_optimizer_steps
+        self._adamw = AdamwCheck(policy, updater, settings.optimizer, num_updates)
         self._schedule = ProofSchedule(settings.every_steps)
         self._num_runs = 0
         self._step = 0

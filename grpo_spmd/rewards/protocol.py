@@ -19,7 +19,9 @@ Where the call for a group fails, each completion is tried in a call of its own,
 deadline: what fails then is that completion's failure. A completion with an "error" or a "timeout",
 or to which no function applies, is left out of its group's statistics and of the loss, and counted;
 it is never taken for 0. Where a function fails for `reward_pool.max_error_frac` of a step's
-completions, all ranks stop, with the function's traceback. So they do at once where no completion
+completions, all ranks stop, with the function's traceback. A function of weight 0 beside others
+that have a weight is only watched: its values and failures change nothing but its own metrics. All
+ranks stop at once where no completion
 is to blame: it returned a list of the wrong length, or raised for every group that it was called
 with, and for none of their completions alone.
 """
@@ -139,16 +141,31 @@ def _load_reward(
     return _with_args(name, function, config, entry=entry, timeout_s=timeout_s)
 
 
+def watched_rewards(weights: Mapping[str, float]) -> frozenset[str]:
+    """Returns the names of the rewards that are only watched: those of weight 0, where some other
+    weight is not 0.
+
+    They enter neither sums nor the failures that stop a run. Where all weights are 0, a teacher
+    teaches alone, and the rewards are all that is measured.
+    """
+    return frozenset(
+        name for name, weight in weights.items() if not weight and any(weights.values())
+    )
+
+
 def check_error_rate(
     statuses: Sequence[Mapping[str, Mapping[str, int]]],
     first_errors: Sequence[str | None],
     max_error_frac: float,
+    *,
+    watched: Collection[str] = (),
 ) -> dict[str, float]:
     """Returns `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`.
 
     These are fractions of the completions. The arguments are `num_statuses` and `first_error` of
     every rank's `ScoredRollouts`; a rank that scored nothing has no statuses. Raises RewardError
-    where "error" and "timeout" together reach `max_error_frac` for some function.
+    where "error" and "timeout" together reach `max_error_frac` for some function that is not
+    `watched`.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
@@ -157,16 +174,17 @@ def check_error_rate(
             counts.update(by_name.get(name, {}))
         num_completions = max(counts.total(), 1)
         num_failed = counts["error"] + counts["timeout"]
-        if num_failed and num_failed / num_completions >= max_error_frac:
+        has_too_many = num_failed and num_failed / num_completions >= max_error_frac
+        if has_too_many and name not in watched:
             errors = [error for error in first_errors if error]
             # An error of this very function, if there is one.
             errors.sort(key=lambda error: not error.startswith(f"reward {name!r}"))
-            raise RewardError(
+            raise RewardError.about(
+                [*errors, None][0],
                 f"reward {name!r} gave no usable value for {num_failed} of {num_completions} "
                 f"completions ({counts['error']} error, {counts['timeout']} timeout): "
                 f"{num_failed / num_completions:.3g} is not under "
-                f"reward_pool.max_error_frac={max_error_frac:g}. "
-                f"The first failure:\n{[*errors, 'not recorded'][0]}"
+                f"reward_pool.max_error_frac={max_error_frac:g}",
             )
         for status in ("error", "timeout", "not_applicable"):
             metrics[f"reward/{name}/{status}_frac"] = counts[status] / num_completions

@@ -148,11 +148,11 @@ def sum_rewards(
 def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
     """Returns the sum of (weight, reward) over the rewards that apply.
 
-    None where no reward applies or one is NaN. If all weights are 0 (rewards that are only watched,
-    next to a teacher), it is the plain sum.
+    None where no reward applies or one is NaN. A reward of weight 0 is only watched: it neither
+    applies nor fails here. If all weights are 0 (next to a teacher), it is the plain sum.
     """
-    if not any(weight for weight, _ in pairs):
-        pairs = [(1.0, value) for _, value in pairs]
+    # Else a watched reward that applies would make a 0.0 of a reward that is not known.
+    pairs = [pair for pair in pairs if pair[0]] or [(1.0, value) for _, value in pairs]
     products = [weight * value for weight, value in pairs if value is not None]
     total = sum(products)
     return total if products and math.isfinite(total) else None

@@ -46,6 +46,18 @@ _MAX_VALUE = 1e250
 class RewardError(RuntimeError):
     """Rewards fail in a way that would stay hidden if completions were just left out."""
 
+    # The report of a failure prints the message alone: it has the user's traceback, not ours.
+    says_all = True
+
+    @classmethod
+    def about(cls, first_error: str | None, rule: str) -> RewardError:
+        """Returns an error that begins with the first failure's own line and ends with its
+        traceback; `rule` says why it stops the run."""
+        if first_error is None:
+            return cls(rule)
+        reason, _, details = first_error.partition("\n")
+        return cls(f"{reason}; {rule}\n{details}".rstrip())
+
 
 @dataclass(eq=False)
 class FailedCallError(Exception):
@@ -203,10 +215,10 @@ def retried_fracs(
         num_retried = sum(failures.values())
         has_failed = counts.get("error") or counts.get("timeout")
         if num_retried == num_groups > 1 and failures.get("error") == num_groups and not has_failed:
-            first_error = next((error for error in first_errors if error), "not recorded")
-            raise RewardError(
+            raise RewardError.about(
+                next((error for error in first_errors if error), None),
                 f"reward {name!r} failed for each of the {num_groups} groups that it was called "
-                f"with, and for no completion alone. The first failure:\n{first_error}"
+                "with, and for no completion alone",
             )
         metrics[f"reward/{name}/retried_frac"] = num_retried / num_groups
     return metrics

@@ -37,7 +37,7 @@ from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
-_FORMAT = "3"
+_FORMAT = "4"
 # Seconds between two writes: a kill without warning loses at most this much work.
 _WRITE_EVERY_S = 60.0
 # The settings that decide the content of an episode. Deadlines and process counts do not.
@@ -341,7 +341,7 @@ def encode_episode(completion: Completion) -> bytes | None:
     assert completion.episode is not None
     if completion.episode.status in FAILED_STATUSES:
         return None
-    fields = episode_fields(completion.episode)
+    fields = {**episode_fields(completion.episode), "prompt": completion.episode.opening}
     try:
         encoded = json.dumps(fields, allow_nan=False, separators=(",", ":")).encode()
         read_episode(fields, completion.token_ids)

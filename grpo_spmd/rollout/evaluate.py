@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -23,7 +23,12 @@ from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import ConversationId, EngineStateError, EpisodeTask
-from grpo_spmd.observe.rollout_record import EvalRecord, bounded_values, to_line
+from grpo_spmd.observe.rollout_record import (
+    EvalRecord,
+    bounded_values,
+    dumped_prompt,
+    to_line,
+)
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts, rollout_seed
 from grpo_spmd.rewards.protocol import check_error_rate
@@ -74,6 +79,8 @@ class Evaluator:
     writer: RolloutWriter | None
     """Makes eval_<set>_step_<step>.jsonl; with None there is no dump."""
     environments: Environments | None = None
+    watched_rewards: Collection[str] = ()
+    """The rewards whose failures do not count."""
 
     def __post_init__(self) -> None:
         # By slot: (set, the prompt's index in the set, the sample's number).
@@ -179,6 +186,7 @@ class Evaluator:
             [report["statuses"] for report in reports],
             [report["first_error"] for report in reports],
             self.max_error_frac,
+            watched=self.watched_rewards,
         )
         rows = [row for report in reports for row in report["outcomes"]]
         rows.sort(key=lambda row: row[0])
@@ -209,7 +217,7 @@ class Evaluator:
                     EvalRecord(
                         group.prompt.row,
                         sample,
-                        group.prompt.text,
+                        dumped_prompt(group.prompt, group.completions[0]),
                         bounded_values(group.prompt.columns),
                         scored.texts[i],
                         final_answer(scored.texts[i]),

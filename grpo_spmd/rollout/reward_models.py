@@ -264,14 +264,15 @@ class RewardTexts:
 
     def _encode(self, prompt: Prompt, completion: Completion, text: str) -> list[int]:
         episode = completion.episode
-        if isinstance(prompt.text, str):
+        before = prompt.text_before(completion)
+        if isinstance(before, str):
             if episode is None:
                 if self._shares_ids:
                     return [*prompt.token_ids, *completion.token_ids]
-                return list(self.tokenizer(prompt.text + text)["input_ids"])
-            messages = [{"role": "user", "content": prompt.text}]
+                return list(self.tokenizer(before + text)["input_ids"])
+            messages = [{"role": "user", "content": before}]
         else:
-            messages = list(prompt.text)
+            messages = list(before)
         answer = [{"role": "assistant", "content": text}] if episode is None else episode.messages
         try:
             return list(

@@ -28,6 +28,7 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.proofs.gradient_check import SignalProofs, UpdateCheckSettings
 from grpo_spmd.records import Decision, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.protocol import watched_rewards
 from grpo_spmd.rewards.scorers import Scorer, Scorers
 
 if TYPE_CHECKING:
@@ -56,8 +57,15 @@ def open_rewards(
     functions = called if environments is None else environments.other_rewards
     check = preemption.check_scoring
     ranks = session.rank, session.world_size
+    weights = {reward.metric_name: reward.weight for reward in config.rewards}
     pool = RewardPool(
-        functions, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks
+        functions,
+        config.reward_pool,
+        log_file,
+        columns=inputs.columns,
+        check=check,
+        ranks=ranks,
+        watched=watched_rewards(weights | (environments.weights if environments else {})),
     )
     score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
     if environments is None:

@@ -226,9 +226,10 @@ def _count_answers(
         error = next(error for counts in rank_counts for error in counts["errors"])
         problem = f"teacher.url: {num_unanswered} of {num_asked} rollouts have no answer"
         if unanswered_frac >= max_error_frac:
-            raise RewardError(
+            raise RewardError.about(
+                f"the teacher's server {error}",
                 f"{problem}: {unanswered_frac:.3g} is not under reward_pool.max_error_frac="
-                f"{max_error_frac:g}. The first: the server {error}"
+                f"{max_error_frac:g}",
             )
         _log.warning("%s, and are taught nothing; the first: the server %s", problem, error)
     seconds = [value for counts in rank_counts for value in counts["seconds"]]

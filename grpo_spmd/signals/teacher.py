@@ -4,7 +4,9 @@
 A teacher scores the same micro-batches ("rows") as the policy, or the same completions after a
 prompt of its own. Its scores are logprobs of the sampled tokens (`teacher.loss: sampled`) or
 distributions over the vocabulary ("full") or over the K most probable tokens and all others
-together ("topk"). The last part of the file is the running check.
+together ("topk"). All are of the teacher's softmax over the tokens that the policy has: a teacher
+of the same family may have more rows in its lm_head, which are padding. The last part of the file
+is the running check.
 """
 
 from __future__ import annotations
@@ -76,12 +78,10 @@ class TeacherModel:
     is_own: bool = True
     """True if nobody else in the run holds the model."""
 
-    def score(self, row: MicroBatch, term: Term | None = None) -> Any:
-        """Collective. Returns the logprobs [C] of the row's targets; with `term` the result of
-        `term(hidden states [C, D], head [V, D])`."""
+    def score(self, row: MicroBatch, term: Term) -> Any:
+        """Collective. Returns the result of `term(hidden states [C, D], head [V, D])`."""
         with adapters_off(self.model.model) if self.is_base else nullcontext():
-            terms = [] if term is None else [term]
-            return self.model(row, *terms, only_term=bool(terms))[0]
+            return self.model(row, term, only_term=True)[0]
 
 
 @dataclass(frozen=True)
@@ -189,10 +189,13 @@ class Teacher:
     def _score(self, teacher: TeacherModel, row: MicroBatch, head: Tensor | None) -> TeacherScores:
         """Collective. Returns what a teacher says about the row. `head` is its lm_head with
         teacher.loss: full."""
-        if self.config.loss == "sampled":
-            logprobs: Tensor = teacher.score(row)
-            return logprobs
         logits = teacher.model.logits
+        size = self._vocabulary_size
+        if self.config.loss == "sampled":
+            logprobs: Tensor = teacher.score(
+                row, lambda hidden, head: logits.score(hidden, head[:size], row.target_ids)[0]
+            )
+            return logprobs
         # The divergence is computed in the update, chunk by chunk: hidden states take less memory
         # than logits of the whole vocabulary.
         if head is not None:
@@ -205,8 +208,6 @@ class Teacher:
             chunk=logits.chunk,
             softcap=logits.softcap,
         )
-        # A teacher of the same family may have more rows in its head than the policy: padding.
-        size = self._vocabulary_size
         return TopTeacher(*teacher.score(row, lambda hidden, head: top(hidden, head[:size])))
 
     def _make_signal(
@@ -226,9 +227,7 @@ class Teacher:
             parts = [
                 (tokens, scores) for tokens, scores in scored if not isinstance(scores, Tensor)
             ]
-            divergence = TeacherDivergence(
-                parts, self.config.beta, self.policy.logits, self._vocabulary_size
-            )
+            divergence = TeacherDivergence(parts, self.config.beta, self.policy.logits)
             return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
         logprobs = torch.zeros_like(row.rollout_logprobs)
         for tokens, scores in scored:
@@ -467,7 +466,8 @@ class TeacherCheck:
             adapters_at_zero(teacher.model) if teacher.is_base else nullcontext(),
         ):
             logits: Tensor = teacher.model.plain_logits(token_ids[None], predict_index)[0].float()
-        return logits / self._temperature
+        size = self._teacher.policy.model.get_output_embeddings().weight.shape[0]
+        return logits[:, :size] / self._temperature
 
     def _check_requests(
         self,
@@ -564,7 +564,7 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
     differences = []
     for scored_tokens, scores in taught.parts:
         for number, token in enumerate(tokens.tolist()):
-            log_p = logits[number : number + 1, : taught.num_tokens].log_softmax(-1)
+            log_p = logits[number : number + 1].log_softmax(-1)
             indices = [token]
             if scored_tokens is not None:
                 indices = torch.nonzero(scored_tokens == token)[:, 0].tolist()
@@ -631,9 +631,7 @@ class RandomTeacher:
                 chunk=self._policy_logits.chunk,
             )
             scores = TopTeacher(ids, logprobs)
-        divergence = TeacherDivergence(
-            [(None, scores)], self._config.beta, self._policy_logits, len(head)
-        )
+        divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_logits)
         row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
         # A row without rollouts has one token that counts nothing, and the plain side has none for
         # it.

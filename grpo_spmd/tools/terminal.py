@@ -248,9 +248,12 @@ class Terminal:
         return lines
 
     def hang(self, label: Line, text: str, style: str = "") -> Iterator[Line]:
-        """Yields `label`, and at most four lines of `text` beside it with a hanging indent."""
+        """Yields `label`, and at most four lines of `text` beside it with a hanging indent.
+
+        The middle of a longer text is left out.
+        """
         indent = width_of(label.plain)
-        for index, line in enumerate(self.excerpt(text, 4, indent=indent, styles=style)):
+        for index, line in enumerate(self.excerpt(text, 3, 1, indent=indent, styles=style)):
             yield line if index else Text.assemble(label, line[indent:])
 
     def words(self, text: str, label: str = "", indent: str = "") -> list[Line]:

@@ -156,9 +156,8 @@ def test_too_much_that_is_missing_stops_the_run(
         )
         code, output = job.wait(240)
     assert code == 1, output
-    reason = (
-        "16 of 16 rollouts have no answer: 1 is not under reward_pool.max_error_frac=0.5. "
-        "The first: the server "
-    )
+    reason = "16 of 16 rollouts have no answer: 1 is not under reward_pool.max_error_frac=0.5"
     assert reason in output
+    # Why, before it.
+    assert "the teacher's server answered 404" in output.partition(reason)[0]
     assert SECRET not in output

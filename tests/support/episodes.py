@@ -45,7 +45,17 @@ def made_up_episode(draw: random.Random) -> Completion:
     ]
     rewards = {"r": draw.choice((None, 1.0, 0.25, "raised")), draw.choice(_TEXTS): 2.0}
     calls_s = [draw.random() for _ in turns]
-    episode = Episode(status, tuple(segments), tuple(turns), messages, rewards, calls_s)
+    opening = [{"role": "user", "content": draw.choice(_TEXTS)} for _ in range(draw.randint(1, 2))]
+    episode = Episode(
+        status,
+        tuple(segments),
+        tuple(turns),
+        messages,
+        rewards,
+        calls_s,
+        opening=opening,
+        num_tool_calls=draw.choice((None, 0, 3)),
+    )
     return Completion(
         token_ids, [-draw.random() for _ in token_ids], draw.choice(("stop", "length")), episode
     )

@@ -64,4 +64,8 @@ def _episode(ids: list[int], tokenizer: Any, slot: int, sample: int, kind: str) 
         {"role": "assistant", "content": words[len(words) // 2 :]},
     ]
     segment = Segment(np.array(ids, np.int32), np.ones(len(ids), np.bool_))
-    return Episode("ok", (segment,), (Turn(len(ids), "stop"),), messages, {}, [])
+    # reset() of the one sample in three began with a task of its own.
+    task = f"{tokenizer.decode(ids[:3], skip_special_tokens=True)} go"
+    opening = [{"role": "user", "content": task}] if sample == 2 else []
+    turns = (Turn(len(ids), "stop"),)
+    return Episode("ok", (segment,), turns, messages, {}, [], opening=opening)

@@ -301,6 +301,32 @@ def test_a_template_that_does_otherwise_is_refused(reason: str) -> None:
         ChatFormat(tokenizer, "append", TOOLS, "tools")
 
 
+def test_the_trial_is_as_deep_as_an_episode_may_become() -> None:
+    """A template that marks the first turn as old once a fourth turn is over: two turns do not show
+    it, and "fork" would never fork."""
+    mark = "('old ' if loop.index0 < messages | length - 6 else '')"
+    old = "{{ '<|im_start|>assistant\\n' + " + mark + " + text }}"
+    template = QWEN25.replace("{{ '<|im_start|>assistant\\n' + text }}", old)
+    assert template != QWEN25
+    tokenizer = make_chat_tokenizer("qwen2.5", chat_template=template)
+    ChatFormat(tokenizer, "append", [], "gym", max_turns=2)
+    with pytest.raises(ConfigError, match="rewrites what came before a user's messages"):
+        ChatFormat(tokenizer, "append", [], "gym", max_turns=4)
+    # An environment may allow any number of turns: the trial is bounded.
+    form = ChatFormat(tokenizer, "fork", [], "gym", max_turns=1_000)
+    messages = [USER]
+    context = form.prompt_ids(messages, [])
+    for number in range(4):
+        turn = [*(tokenizer(letter)["input_ids"][0] for letter in "yes"), tokenizer.eos_token_id]
+        messages.append({"role": "assistant", "content": "yes"})
+        answer = {"role": "user", "content": str(number)}
+        context, continues = form.next_ids([*context, *turn], messages, [answer], [])
+        messages.append(answer)
+        assert tokenizer.decode(context) == rendered(tokenizer, messages, [])
+        # Of 1 + 2 * 4 = 9 messages those before the third are old: the first turn is.
+        assert continues == (number < 3)
+
+
 def test_a_policy_that_knows_its_tools_from_its_training_need_not_be_told_of_them() -> None:
     tokenizer = make_chat_tokenizer(
         "qwen2.5", chat_template=QWEN25.replace("{%- if tools %}", "{%- if false %}")

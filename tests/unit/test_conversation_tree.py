@@ -98,6 +98,9 @@ def test_a_conversation_is_sent_on_token_by_token() -> None:
     assert second.context_ids == [257, *b"hi", 260, 258, 97, 1098, 99, 260, 257, *b"on", 260, 258]
     contexts.finish(second, Completion([100, 260], [-5.0, -6.0], "stop"))
     recorded = recorded_by(contexts)
+    # What the agent itself began with is what its rewards get as the prompt.
+    opening = contexts.completion({}, []).episode.opening  # type: ignore[union-attr]
+    assert [(message["role"], message["content"]) for message in opening] == [("user", "hi")]
     (segment,) = recorded.segments
     assert segment.token_ids.tolist() == [*second.context_ids, 100, 260]
     assert segment.sampled.tolist() == [False] * 5 + [True] * 4 + [False] * 5 + [True] * 2

@@ -15,6 +15,7 @@ from grpo_spmd.distributed.doctor import (
 )
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.proofs.logprob_check import MismatchError
+from grpo_spmd.rewards.trl import RewardError
 
 
 def answer(sequence: int = 9, phase: str = "update", **facts: Any) -> Answer:
@@ -76,3 +77,20 @@ def test_what_a_proof_found_is_one_line_without_a_traceback() -> None:
             fault = fault_of(error, 0)
         assert fault.headline == f"{kind.__name__}: step 0: engine and policy differ"
         assert bool(fault.traceback) == has_traceback
+
+
+def test_a_report_on_a_reward_begins_and_ends_with_the_users_error() -> None:
+    users = "reward 'f' raised KeyError: 'x' (mine.py:3)\nTraceback\n  File mine.py\nKeyError: 'x'"
+    try:
+        raise Rank0Error("said") from RewardError.about(users, "2 of 8 completions failed")
+    except Rank0Error as error:
+        fault = fault_of(error, 0)
+    reason = "RewardError: reward 'f' raised KeyError: 'x' (mine.py:3); 2 of 8 completions failed"
+    assert fault.headline == reason
+    report = write_report(Alarm("raise", 0), [answer(fault=fault)], ["node"])
+    headline, *traceback, last = report.text.splitlines()
+    assert headline == f"rank 0 (node) failed first, in phase update, step 3: {reason}"
+    # None of our frames is between.
+    assert traceback == ["Traceback", "  File mine.py", "KeyError: 'x'"]
+    assert last.startswith("all ranks stop with exit code 1: ")
+    assert last.endswith(reason)

@@ -217,6 +217,18 @@ def test_a_line_break_in_a_token_is_no_part_of_it(
 # What rewards compare with
 
 
+def test_a_column_that_the_trainers_argument_hides_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(*[{"answer": "1", "completions": "mine", "trainer_state": 3}] * 4)
+    assert check_exit_code(monkeypatch, "rewards=[{name: gsm8k}]") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(", as")[0] for line in lines] == [
+        f"warning: data: no reward sees the column {name!r}"
+        for name in ("completions", "trainer_state")
+    ]
+
+
 def test_a_few_rows_without_gold_are_a_warning_of_one_line(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

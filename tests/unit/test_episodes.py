@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import transformers
 
-from grpo_spmd.config.schema import EnvironmentConfig
+from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig, RewardPoolConfig
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.engine.requests import ConversationId, Later, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
@@ -27,6 +27,9 @@ from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.learn.contexts import find_episode_error
+from grpo_spmd.learn.sampled_step import episode_metrics
+from grpo_spmd.learn.step_messages import decode_groups, encode_groups
+from grpo_spmd.observe.rollout_record import dumped_prompt
 from grpo_spmd.records import (
     Completion,
     Episode,
@@ -37,6 +40,7 @@ from grpo_spmd.records import (
     Turn,
     rollout_seed,
 )
+from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import Scorers
 
 ENVIRONMENTS = '''
@@ -62,6 +66,7 @@ class Bench:
         """
         self._note("say " + text)
         num_resets = open(self.log).read().count("reset")
+        if self.how == "raises": raise ConnectionError("no shop")
         if self.how == "dies once" and num_resets == 1: os._exit(3)
         if self.how == "dies": os._exit(3)
         if self.how == "hangs": time.sleep(1000)
@@ -493,7 +498,104 @@ def test_rewards_of_turns_are_summed_or_discounted(gym: Bed, tmp_path: Path) -> 
         assert [message["content"] for message in episode.messages] == ["1", "a", "2", "b", "3"]
     row["steps"] = [["a", None, True]]
     _, episode = only(gym.play({(0, 0): ["1<|end|>"]}, row_of(**row))[0])
-    assert episode.rewards == {"environment": None}  # no reward is not a reward of 0
+    assert episode.rewards == {"environment": 0.0}  # it had a turn, which earned nothing
+
+
+def test_an_episode_that_was_cut_off_counts_as_0_and_is_not_left_out(
+    gym: Bed, tmp_path: Path
+) -> None:
+    """Longer is better, unfinished is worth nothing: the cut-off turn never reaches step(), which
+    would reward the others with 0.1 a character. Left out of its group, it would cost nothing."""
+
+    def row(position: ConversationId) -> dict[str, Any]:
+        length = 2 + 2 * position[1]
+        return {"log": str(tmp_path / "log"), "steps": [["", length / 10, True]]}
+
+    says: Script = {(0, n): [(2 + 2 * n) * "1" + "<|end|>"] for n in range(3)}
+    says[0, 3] = ["1" * 99]
+    limits = replace(WIDE, max_turn_tokens=20)
+    result, _ = gym.play(says, row, limits)
+    completions = [result[0, n] for n in range(4)]
+    group = RolloutGroup(0, Prompt(0, 0, [1], "x", {}), completions)
+    rewards = Scorers(_scored, {"environment": 1.0}, [EnvironmentScorer(["environment"])])(
+        [group]
+    ).rewards
+    assert [c.finish_reason for c in completions] == ["stop"] * 3 + ["length"]
+    assert rewards == [0.2, 0.4, 0.6, 0.0]
+    assert sum(filter(None, rewards)) / 4 == pytest.approx(0.3)  # the mean that is true of all four
+
+
+def test_a_tool_that_raises_is_counted_and_said_once(
+    file: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two calls of a tool that raises and one with an argument that does not fit, which is the
+    policy's mistake; and an answer without a call."""
+    config = EnvironmentConfig(factory=f"{file}:Bench", num_workers=1)
+    wrong = call("ab").replace('"times"', '"often"') + "<|end|>"
+    with EnvironmentPool(config, (), tmp_path / "log") as pool:
+        result, _ = Bed(pool, tokenizer).play(
+            {(0, 0): [TWO, wrong, ANSWER], (0, 1): [ANSWER]},
+            row_of(tmp_path / "said", how="raises"),
+        )
+    episodes = [result[0, n].episode for n in range(2)]
+    assert [(e.num_tool_calls, e.num_tool_errors) for e in episodes if e] == [(3, 2), (0, 0)]
+    # Once, although it failed twice; with the user's line.
+    (record,) = [r for r in caplog.records if r.name == "grpo_spmd" and r.levelname == "WARNING"]
+    raised = "tool 'say' raised ConnectionError: no shop (environments.py:"
+    assert record.getMessage().startswith(raised)
+    log = (tmp_path / "log").read_text()
+    assert log.count(raised) == 1
+    assert "Traceback (most recent call last):" in log
+    # 3 calls in 2 episodes, of which 2 failed.
+    groups = [RolloutGroup(0, Prompt(0, 0, [1], "x", {}), [result[0, n] for n in range(2)])]
+    values: list[float | None] = [1.0, 0.0]
+    scored = ScoredRollouts(values, {"r": values}, {"r": ["ok"] * 2})
+    sampled = decode_groups([encode_groups(groups, scored, 2)], 2)
+    metrics = episode_metrics(sampled.rows, sampled.counts.calls_s, sampled.counts.tools)
+    assert metrics["environment/tool_calls_mean"] == 1.5
+    assert metrics["environment/tool_error_frac"] == pytest.approx(2 / 3)
+
+
+def test_a_task_from_reset_is_in_the_prompts_of_rewards_as_in_trl(
+    file: Path, tokenizer: Any, tmp_path: Path
+) -> None:
+    """TRL 1.16 appends what reset() returns to the last user message, and its reward functions get
+    that prompt (grpo_trainer.py:2398 and 2753). This one asks for the word of the task; of the two
+    episodes, with other tasks, one says it."""
+    (tmp_path / "obey.py").write_text(
+        "def obeyed(prompts, completions, **_):\n"
+        "    tasks = [prompt[-1]['content'].partition('Say ')[2] for prompt in prompts]\n"
+        "    words = [completion[0]['content'] for completion in completions]\n"
+        "    return [float(word == task) for word, task in zip(words, tasks)]\n"
+        "def looks(prompts, completions, environments, **_):\n"
+        "    return obeyed(prompts, completions)\n"
+    )
+    looks = RewardConfig(function=f"{tmp_path}/obey.py:looks")
+    config = EnvironmentConfig(factory=f"{file}:Bench", num_workers=1)
+    with EnvironmentPool(config, (looks,), tmp_path / "log") as pool:
+        result, requests = Bed(pool, tokenizer).play(
+            {(0, 0): ["yes<|end|>"], (0, 1): ["yes<|end|>"]},
+            lambda place: {
+                "log": str(tmp_path / "log"),
+                "begins": (" Say yes", " Say no")[place[1]],
+            },
+        )
+    completions = [result[0, n] for n in range(2)]
+    prompt = Prompt(7, 3, [1], [{"role": "user", "content": "go"}], {})
+    seen = [prompt.text_before(completion) for completion in completions]
+    assert seen == [[{"role": "user", "content": f"go Say {word}"}] for word in ("yes", "no")]
+    # The policy's tokens are of this prompt.
+    texts = [tokenizer.decode(request.prompt_ids) for _, request in sorted(requests)]
+    assert texts == [f"<|user|>go Say {word}<|end|><|assistant|>" for word in ("yes", "no")]
+    group = RolloutGroup(0, prompt, completions)
+    called = RewardConfig(function=f"{tmp_path}/obey.py:obeyed")
+    with RewardPool([called], RewardPoolConfig(num_workers=1), tmp_path / "rewards") as rewards:
+        scored = rewards.score([group], tokenizer)
+    assert scored.by_name["obeyed"] == [1.0, 0.0]
+    # So do a reward in the environment's process, and the dump.
+    assert [c.episode.rewards["looks"] for c in completions if c.episode] == [1.0, 0.0]
+    assert [inputs["prompts"] for inputs in scored.reward_inputs] == seen
+    assert [dumped_prompt(prompt, completion) for completion in completions] == seen
 
 
 def test_an_action_is_text_also_where_it_looks_like_a_call(gym: Bed, tmp_path: Path) -> None:

@@ -384,6 +384,12 @@ def test_a_missing_or_misshapen_tensor_is_named(tmp_path: Path, session: Session
         ConfigError, match=r"model\.path: .* no tensor model\.layers\.1\.mlp\.up_proj\.weight"
     ):
         load_weights(hf_named_parameters(policy), folder)
+    # The engine would hold another value than the policy: NaN is not equal to itself.
+    broken = {name: tensor.clone() for name, tensor in tensors.items()}
+    broken["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
+    save_file(broken, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"up_proj\.weight in .* has values that are NaN"):
+        load_weights(hf_named_parameters(policy), folder)
     save_file({**tensors, "lm_head.weight": torch.zeros(3, 64)}, folder / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"lm_head\.weight has shape \[3, 64\] .* asks for \[97, 64\]"

@@ -46,12 +46,11 @@ def test_the_error_rate_that_is_reached_stops_with_everything_one_needs(
     ]
     with pytest.raises(RewardError) as caught:
         check_error_rate(_counted(ranks), errors, max_error_frac)
+    # The user's own error comes first, its traceback last.
     assert str(caught.value) == (
-        "reward 'f' gave no usable value for 2 of 8 completions (1 error, 1 timeout): 0.25 is "
-        "not under "
-        f"reward_pool.max_error_frac={max_error_frac:g}. The first failure:\nreward 'f' raised "
-        "KeyError: "
-        "'x'\nTraceback of f"
+        "reward 'f' raised KeyError: 'x'; reward 'f' gave no usable value for 2 of 8 completions "
+        "(1 error, 1 timeout): 0.25 is not under "
+        f"reward_pool.max_error_frac={max_error_frac:g}\nTraceback of f"
     )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import socket
 import subprocess
 import sys
 from collections import deque
@@ -109,7 +110,7 @@ FAILURES: list[tuple[str, str, bool, float | None, int | None]] = [
     ("429_date", "answered 429 OK", True, 0.0, 429),  # a date that has passed
     ("500", "answered 500 OK: 'boom, <redacted>'", True, None, 500),
     ("503", "answered 503 OK", True, 0.0, 503),
-    ("drop", "did not answer (ServerDisconnectedError", True, None, None),
+    ("drop", "did not answer: ServerDisconnectedError", True, None, None),
     ("half", "did not answer to the end", True, None, 200),
     ("nan", "answered what is no finite number: NaN", True, None, 200),
     ("infinite", "answered what is no finite number: Infinity", True, None, 200),
@@ -124,6 +125,16 @@ FAILURES: list[tuple[str, str, bool, float | None, int | None]] = [
     ("huge", "answered with more than 1 MiB", False, None, 200),
     ("declared", "answered with more than 1 MiB", False, None, 200),
 ]
+
+
+def test_a_port_that_nobody_listens_on_is_said_with_its_address() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{unused.getsockname()[1]}/score"
+    with pytest.raises(FailedCallError) as caught:
+        _asks(f"{address}?key=hidden")(**ROW)
+    assert str(caught.value) == f"did not answer: Connection refused ({address})"
+    assert caught.value.may_retry
 
 
 @pytest.mark.parametrize(
@@ -503,10 +514,12 @@ def test_nobody_is_given_up_while_the_engine_samples(clock: _Clock) -> None:
     limits.begin_scoring()
     waiting = deque(Call(0, [i]) for i in range(30))
 
+    reasons = iter(["did not answer: Connection refused (http://a:1/score)\nTraceback"])
+
     def fail() -> None:
         call = limits.take_next(waiting)
         assert call is not None
-        limits.end(call, "failed")
+        limits.end(call, "failed", next(reasons, "took longer than timeout_s=10"))
 
     for _ in range(20):
         fail()
@@ -519,7 +532,13 @@ def test_nobody_is_given_up_while_the_engine_samples(clock: _Clock) -> None:
     assert limits.take_next(waiting) is None  # the pause goes on
     clock.now += 30
     fail()
-    assert len(limits.take_given_up(waiting)) == 6
+    given_up = limits.take_given_up(waiting)
+    assert len(given_up) == 6
+    # The first real reason, not that the breaker is open.
+    assert given_up[0].error == (
+        "did not answer: Connection refused (http://a:1/score), 20 times in a row and once more "
+        "30 s later; not asked again in this step"
+    )
     limits.begin_scoring()
     assert limits.take_next(deque([Call(0, [0])])) is not None
 

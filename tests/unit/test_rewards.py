@@ -453,10 +453,43 @@ def test_a_function_that_fails_with_every_group_and_no_completion_stops_the_run(
     with pytest.raises(RewardError) as caught:
         _retried_fracs([_facts(FINE, "error"), _facts(FINE, "error", "reward 'f' raised KeyError")])
     assert str(caught.value) == (
-        "reward 'f' failed for each of the 2 groups that it was called with, and for no "
-        "completion alone. "
-        "The first failure:\nreward 'f' raised KeyError"
+        "reward 'f' raised KeyError; reward 'f' failed for each of the 2 groups that it was called "
+        "with, and for no completion alone"
     )
+
+
+def test_a_failure_names_the_users_line_and_shows_no_frame_of_ours(tmp_path: Path) -> None:
+    source = (
+        "import json\n"
+        "def look(row):\n"
+        "    return json.loads(row)\n"
+        "def reward(completions, **_):\n"
+        "    return [look('{' + 5_000 * 'x' + 'END')]\n"
+        "async def late(completions, **_):\n"
+        "    try:\n"
+        "        return [{}['answer']]\n"
+        "    except KeyError as error:\n"
+        "        raise ValueError('no\\nanswer ' + 4_000 * 'y' + 'END') from error\n"
+    )
+    inputs = {"prompts": ["p"], "completions": ["c"]}
+    failure = call_reward(_load(tmp_path, source), inputs)["failed"]
+    first, _, report = failure.partition("\n")
+    # The user's own innermost line, below which the standard library raised.
+    assert first.startswith("raised json.decoder.JSONDecodeError: Expecting property name")
+    assert first.endswith(" (mine.py:3)")
+    frames = [line for line in report.splitlines() if line.startswith("  File ")]
+    assert "mine.py" in frames[0]
+    assert not any("grpo_spmd/" in frame for frame in frames)
+    # Two exceptions, of an async function; a long message is cut in its middle.
+    failure = call_reward(_load(tmp_path, source, "late"), inputs)["failed"]
+    first, _, report = failure.partition("\n")
+    assert first.startswith("raised ValueError: no answer yyy")
+    assert first.endswith("yEND (mine.py:10)")
+    assert len(failure) < 5_000
+    assert "KeyError: 'answer'" in report
+    assert report.rstrip().endswith("END")
+    files = {line.split('"')[1] for line in report.splitlines() if line.startswith("  File ")}
+    assert files == {f"{tmp_path}/mine.py"}
 
 
 @pytest.mark.parametrize("name", sorted(SHIPPED))

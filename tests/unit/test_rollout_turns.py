@@ -28,6 +28,7 @@ from grpo_spmd.learn.contexts import (
 )
 from grpo_spmd.observe.rollout_record import (
     dumped_episode_fields,
+    dumped_prompt,
     episode_fields,
     parse_rollout,
     read_episode,
@@ -39,6 +40,7 @@ from grpo_spmd.records import (
     FAILED_STATUSES,
     Completion,
     Episode,
+    Prompt,
     Rollout,
     Segment,
     Turn,
@@ -75,7 +77,12 @@ def line_of(completion: Completion) -> bytes:
         "rollout_logprobs": completion.logprobs,
     }
     return to_line(
-        dataclasses.replace(RECORD, **tokens, **dumped_episode_fields(completion.episode))
+        dataclasses.replace(
+            RECORD,
+            prompt=dumped_prompt(Prompt(7, 3, [1, 2], RECORD.prompt, {}), completion),
+            **tokens,
+            **dumped_episode_fields(completion.episode),
+        )
     )
 
 

@@ -103,6 +103,24 @@ def _config(folder: Path, *overrides: str) -> Config:
     return load_config(write_config(folder, folder), ["optimizer.lr=0.01", *overrides])
 
 
+def test_a_critics_warmup_holds_the_policys_schedule_and_explain_says_so(tmp_path: Path) -> None:
+    """8 steps, of which 4 are the critic's alone: the rate falls over the other 4 as over a run of
+    4. Over 8 it would end at 0.00625."""
+    gae = ["critic.path=policy", "critic.warmup_steps=4", "training.num_steps=8"]
+    gae += ["optimizer.schedule=linear", "advantage={estimator: gae, normalize_std: batch}"]
+    config = _config(tmp_path, *gae)
+    num_updates = config.policy_training.num_run_optimizer_steps
+    assert num_updates == 4
+    rates = _rates(config.optimizer, num_updates)
+    assert rates == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
+    [(_, value, reason)] = schedule_rows(config.optimizer, num_updates)
+    assert (value, "over 4 optimizer steps" in reason) == ("0.0025", True)
+    # A resume at half of the schedule: 2 of 4 updates, where without the critic it were 2 of 8.
+    held, plain = flatten_config(config), flatten_config(_config(tmp_path, *gae[2:4]))
+    said = changed_schedule(plain, held, 2) or ""
+    assert said.startswith("the learning rate goes on at 0.005, where it would have been 0.0075")
+
+
 def test_a_floor_needs_a_schedule_and_lies_below_lr(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,

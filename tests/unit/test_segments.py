@@ -7,6 +7,7 @@ import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from grpo_spmd.config.schema import (
     TrainingConfig,
 )
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn.advantages import returns_to_go, turn_advantages
+from grpo_spmd.learn.advantages import credited_tokens, returns_to_go, turn_advantages
 from grpo_spmd.learn.assemble import (
     decode_rollouts,
     encode_rollouts,
@@ -32,10 +33,16 @@ from grpo_spmd.learn.contexts import rollout_contexts
 from grpo_spmd.learn.sampled_step import (
     SampledStep,
     StepRules,
+    _Rank0Step,
     check_environment_errors,
     episode_metrics,
 )
-from grpo_spmd.learn.step_messages import decode_groups, encode_groups
+from grpo_spmd.learn.step_messages import (
+    decode_decision,
+    decode_groups,
+    encode_decisions,
+    encode_groups,
+)
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import (
     EPISODE_STATUSES,
@@ -238,7 +245,7 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         [2, 7],
     ]  # the failed one has its prompt alone
     assert facts["completion_tokens"].tolist() == [[6, 3], [0, 3]]
-    metrics = episode_metrics(facts, sampled.counts.calls_s)
+    metrics = episode_metrics(facts, sampled.counts.calls_s, {})
     expected = {
         "episode/turns_mean": 1.5,
         "episode/segments_mean": 1.0,
@@ -253,7 +260,7 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         f"episode/{name}_frac" for name in EPISODE_STATUSES
     }
     plain = encode_groups(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)
-    assert episode_metrics(decode_groups([plain], 1).rows, []) == {}
+    assert episode_metrics(decode_groups([plain], 1).rows, [], {}) == {}
 
 
 def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of_zero(
@@ -309,6 +316,53 @@ def test_turns_are_credited_with_what_comes_of_them_by_hand() -> None:
     assert np.asarray(third).tolist() == pytest.approx([1.0, 1.0])
     assert failed == 0.0
     assert returns_to_go(played(1.0, None, 4.0), 0.5) == [2.0, 2.0, 4.0]
+
+
+def test_reinforce_pp_credits_turns_also_where_all_rewards_of_a_group_are_alike() -> None:
+    """The step's rewards are 1, 1 and 0, 2: mean 1, deviation sqrt(2 / 3). The first group's turns
+    earned 1 at different times. In its second turn the returns are 0 and 1, which are 1 and 0 less
+    than the whole; around their mean -1/2 and 1/2."""
+    episodes = [[played(1.0, 0.0), played(0.0, 1.0)], [played(0.0, 0.0), played(0.0, 2.0)]]
+    rewards: list[list[float | None]] = [[1.0, 1.0], [0.0, 2.0]]
+    groups = [
+        RolloutGroup(
+            0,
+            Prompt(slot, slot, [1], "x", {}),
+            [Completion([7] * 4, [-1.0] * 4, "stop", e) for e in episodes[slot]],
+        )
+        for slot in range(2)
+    ]
+    step = _Rank0Step(
+        StepRules(
+            RolloutConfig(num_prompts_per_step=2, group_size=2),
+            AdvantageConfig(estimator="reinforce_pp"),
+            LossConfig(),
+            TrainingConfig(),
+            0.3,
+            num_ranks=1,
+            discount=1.0,
+        )
+    )
+    values = [value for group in rewards for value in group]
+    scored = ScoredRollouts(values, {"environment": values}, {"environment": ["ok"] * 4})
+    step.add_round([encode_groups(groups, scored, 2)], 2)
+    (share,) = encode_decisions(step.decide())
+    decision = decode_decision(share, groups, 2, None)
+    deviation = (2 / 3) ** 0.5
+    credits: list[Any] = [
+        credited_tokens(
+            [decision.advantages[i] for i in decision.rollout_ids(group)],
+            rewards[slot],
+            group.completions,
+            discount=1.0,
+            estimator="reinforce_pp",
+            slope=decision.advantage_slope,
+        )
+        for slot, group in enumerate(groups)
+    ]
+    half = 0.5 / deviation
+    expected = [[[0, 0, -half, -half], [0, 0, half, half]], [[-2 * half] * 4, [2 * half] * 4]]
+    np.testing.assert_allclose(credits, expected, rtol=1e-5)
 
 
 def test_without_a_discount_to_speak_of_or_a_spread_turns_are_credited_as_their_episode() -> None:

@@ -292,7 +292,8 @@ def test_a_lookup_that_does_not_end_is_not_waited_for(monkeypatch: pytest.Monkey
     calls = ServerCalls(limits, [(0, partial(client.ask, IDS, 0)), (0, lambda limit_s: 5)])
     while calls.run_for(0.1):
         pass
-    assert (calls.answers, calls.errors) == ({1: 5}, {0: "did not answer (TimeoutError)"})
+    error = "did not answer: TimeoutError (http://nowhere.test/v1/completions)"
+    assert (calls.answers, calls.errors) == ({1: 5}, {0: error})
     comes.set()
     assert not calls.run_for(0.1)
 

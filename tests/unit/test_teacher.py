@@ -125,6 +125,38 @@ def test_loss_and_gradients_of_the_whole_divergence_are_trls(
         ), name
 
 
+def test_a_teacher_with_padding_rows_has_one_softmax_for_all_losses(
+    tmp_path: Path, session: Session, folders: list[Path]
+) -> None:
+    """31 rows more than the policy's 97: whatever the loss, the teacher's probabilities are over
+    the 97, as plain transformers gives them."""
+    large = make_model(tmp_path / "large", "qwen3", tied=True, vocab_size=128)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(large, dtype=torch.float32)
+    log_p = []
+    for prompt, message in trl_distillation.ROWS:
+        with torch.no_grad():
+            logits = plain(torch.tensor([[*prompt, *message]])).logits[0, len(prompt) - 1 : -1]
+        log_p.append((logits / trl_distillation.TEMPERATURE)[:, :97].log_softmax(-1))
+    expected = torch.cat(log_p)
+    policy = build(folders[0], session)
+    model = TeacherModel(build(large, session, trainable=False))
+    rows = {}
+    for loss in ("sampled", "topk", "full"):
+        teacher = Teacher(TeacherConfig(path="x", loss=loss, top_k=5), {"": model}, policy)
+        (rows[loss],) = attached(teacher, pack_rollouts(rollouts(), CPU))
+    signals = {loss: row.teacher_signal for loss, row in rows.items()}
+    targets = rows["sampled"].target_ids
+    assert signals["sampled"] is not None
+    assert signals["sampled"].logprobs is not None
+    sampled = expected.gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(signals["sampled"].logprobs, sampled, rtol=1e-4, atol=1e-5)
+    for loss, wanted in (("topk", expected.topk(5).values), ("full", expected)):
+        divergence = cast(Any, signals[loss]).divergence
+        ((_, scores),) = divergence.parts
+        result = scores.logprobs_of(slice(0, len(targets)))[:, : wanted.shape[1]]
+        torch.testing.assert_close(result, wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
 def test_the_divergence_over_the_top_tokens_is_plain_autograds(

@@ -67,8 +67,9 @@ class _Limit:
     # This time holds from one scoring to the next, so that no minute has too many calls.
     next_start: float = -math.inf
     num_running: int = 0
-    # Failures in a row.
+    # Failures in a row, and the reason of the first of them.
     num_failed: int = 0
+    first_reason: str = ""
     paused_until: float = -math.inf
     # True during a pause and after it, until the probe has succeeded.
     is_probing: bool = False
@@ -168,8 +169,8 @@ class CallLimits:
         self._limits[call.reward].num_running -= 1
         return replace(call, num_made=call.num_made - 1)
 
-    def end(self, call: Call, outcome: Outcome) -> None:
-        """Notes how a started call has ended."""
+    def end(self, call: Call, outcome: Outcome, reason: str = "") -> None:
+        """Notes how a started call has ended; `reason` says why it failed."""
         limit = self._limits[call.reward]
         limit.num_running -= 1
         if outcome == "ok":
@@ -177,6 +178,8 @@ class CallLimits:
             limit.is_probing = False
             limit.probe = None
         elif outcome == "failed":
+            if not limit.num_failed:
+                limit.first_reason = reason.partition("\n")[0]
             limit.num_failed += 1
             is_probe = call is limit.probe
             is_down = (
@@ -194,7 +197,7 @@ class CallLimits:
     def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
         """Notes that a started call has failed after `seconds`. Returns the call that retries it;
         its `error` is the reason if there is no retry."""
-        self.end(call, "failed" if error.wait_s is None else "put_off")
+        self.end(call, "failed" if error.wait_s is None else "put_off", str(error))
         if error.status is not None:
             call = replace(call, statuses=(*call.statuses, error.status))
         limit = self._limits[call.reward]
@@ -223,11 +226,15 @@ class CallLimits:
         hopeless = {i for i, limit in enumerate(self._limits) if limit.has_given_up}
         if not hopeless:
             return []
-        error = (
-            f"was not asked: {_MAX_FAILURES_IN_A_ROW} calls had failed in a row, "
-            f"and one more {_PAUSE_S:g} s later"
-        )
-        given_up = [replace(call, error=error) for call in calls if call.reward in hopeless]
+        given_up = [
+            replace(
+                call,
+                error=f"{self._limits[call.reward].first_reason}, {_MAX_FAILURES_IN_A_ROW} times "
+                f"in a row and once more {_PAUSE_S:g} s later; not asked again in this step",
+            )
+            for call in calls
+            if call.reward in hopeless
+        ]
         remaining = [call for call in calls if call.reward not in hopeless]
         calls.clear()
         calls.extend(remaining)

@@ -90,6 +90,7 @@ class RewardPool(ProcessPool):
         columns: Collection[str] = (),
         check: Callable[[], None] = lambda: None,
         ranks: tuple[int, int] = (0, 1),
+        watched: Collection[str] = (),
     ) -> None:
         """Starts the nursery, which imports the rewards; `load_rewards` has checked them.
 
@@ -97,6 +98,7 @@ class RewardPool(ProcessPool):
         first scoring. `columns` are all columns of the data sets: a row that lacks one passes None
         for it. `check` is called twice a second during scoring; an exception from it ends the
         scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls.
+        Timeouts of the rewards named in `watched` never end a scoring.
         """
         allow_workers(pool.num_workers, "reward_pool.num_workers")
         setup = {"timeout_s": pool.timeout_s}
@@ -105,6 +107,7 @@ class RewardPool(ProcessPool):
         )
         self._pool = pool
         self._columns = tuple(columns)
+        self._watched = watched
         # The facts are known when the nursery has imported the rewards.
         self._rewards: list[RewardFacts] = []
         self._is_ready = False
@@ -292,7 +295,7 @@ class RewardPool(ProcessPool):
         """Records that a call ended without a reply; a worker without a call needs nothing."""
         if call is None:
             return
-        self._limits.end(call, "failed")
+        self._limits.end(call, "failed", reason)
         seconds = time.monotonic() - call.start
         self._current.measure(call, self._limits.measure(call, seconds))
         self._current.fail(call, kind, reason)
@@ -316,7 +319,10 @@ class RewardPool(ProcessPool):
             num_failed = scoring.count(index)["timeout"]
             statuses = {"timeout": num_failed, "ok": number - num_failed}
             check_error_rate(
-                [{reward.name: statuses}], [scoring.first_error()], self._pool.max_error_frac
+                [{reward.name: statuses}],
+                [scoring.first_error()],
+                self._pool.max_error_frac,
+                watched=self._watched,
             )
 
 
@@ -364,16 +370,16 @@ class _Scoring:
     def _make_samples(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
         token_ids = [completion.token_ids for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        prompt = group.prompt.text
         needed = [name for reward in self._rewards for name in reward.needs]
         absent = dict.fromkeys([*self._columns, *needed])
         samples: list[_Sample] = []
         for completion, text in zip(group.completions, texts, strict=True):
-            answer = text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+            is_text = isinstance(group.prompt.text, str)
+            answer = text if is_text else [{"role": "assistant", "content": text}]
             if completion.episode is not None:
                 answer = completion.episode.messages
             call_columns = {
-                "prompts": prompt,
+                "prompts": group.prompt.text_before(completion),
                 "completions": answer,
                 "completion_ids": completion.token_ids,
             }

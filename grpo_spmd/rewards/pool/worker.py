@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import bdb
 import inspect
+import sysconfig
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, fields
+from pathlib import Path
+from types import TracebackType
 from typing import Any
 
+from grpo_spmd.config.errors import cut_middle
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
@@ -28,6 +32,14 @@ from grpo_spmd.rewards.trl import (
 from grpo_spmd.rewards.verifiers import load_math_verify
 
 _MAX_REASON_CHARS = 500
+# An error may have others as its causes.
+_MAX_CAUSES = 32
+# Beginnings of the files that no user wrote: this package and the standard library.
+_OTHERS_FILES = (
+    str(Path(__file__).parents[2]) + "/",
+    sysconfig.get_path("stdlib") + "/",
+    "<frozen ",
+)
 
 
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
@@ -98,12 +110,42 @@ def reply_to_error(error: BaseException) -> dict[str, Any]:
         return {"broken": str(error)}
     if isinstance(error, bdb.BdbQuit):
         return {"quit": True}
-    # The first frame of the traceback is our own function, which says nothing to the user.
-    if error.__traceback__ is not None:
-        error.__traceback__ = error.__traceback__.tb_next
-    reason = traceback.format_exception_only(error)[-1].strip()[:_MAX_REASON_CHARS]
-    report = "".join(traceback.format_exception(error))[-MAX_ERROR_CHARS:]
-    return {"failed": f"raised {reason}\n{report}"}
+    return {"failed": f"raised {describe_error(error)}"}
+
+
+def describe_error(error: BaseException) -> str:
+    """Returns the exception that a user's code has raised, with its place, in one line; below it
+    the traceback, which begins with the user's first frame."""
+    place = ""
+    causes: list[BaseException | None] = [error]
+    for cause in causes:
+        if cause is not None and len(causes) < _MAX_CAUSES:
+            causes += [cause.__cause__, cause.__context__]
+        # Our own frames and those of asyncio, which call the user's code, say nothing to the user.
+        frames = [] if cause is None else [*_frames(cause.__traceback__)]
+        indices = [i for i, frame in enumerate(frames) if _is_users(frame)]
+        if cause is not None and indices:
+            cause.__traceback__ = frames[indices[0]]
+            innermost = frames[indices[-1]]
+            file = Path(innermost.tb_frame.f_code.co_filename).name
+            place = place or f" ({file}:{innermost.tb_lineno})"
+    reason = " ".join(traceback.format_exception_only(error)[-1].split())
+    report = "".join(traceback.format_exception(error))
+    reason = cut_middle(reason, _MAX_REASON_CHARS)
+    return f"{reason}{place}\n{cut_middle(report, MAX_ERROR_CHARS)}"
+
+
+def _frames(traceback_: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback_ is not None:
+        yield traceback_
+        traceback_ = traceback_.tb_next
+
+
+def _is_users(entry: TracebackType) -> bool:
+    """Returns True for a frame outside of this package, the standard library and what pip
+    installed."""
+    file = entry.tb_frame.f_code.co_filename
+    return not file.startswith(_OTHERS_FILES) and "site-packages" not in file
 
 
 async def _finish(values: Awaitable[Any]) -> Any:

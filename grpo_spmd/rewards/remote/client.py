@@ -131,7 +131,11 @@ class JsonClient:
             raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
         except (aiohttp.ClientError, OSError, UnicodeError) as error:
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            message = f"did not answer ({self._redact(reason)})"
+            if isinstance(error, aiohttp.ClientConnectorError) and error.errno:
+                # aiohttp writes two addresses around it.
+                reason = os.strerror(error.errno)
+            address = self._url.partition("?")[0]
+            message = f"did not answer: {self._redact(f'{reason} ({address})')}"
             raise FailedCallError(message, may_retry=True) from None
 
     async def _ask(self, payload: bytes | None, limit_s: float | None, max_bytes: int) -> Any:

@@ -17,13 +17,17 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.describe import flat
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of, read_rows
 from grpo_spmd.observe.launches import other_versions
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
-from grpo_spmd.observe.rollout_record import RolloutRecord, cut_middle, read_episode
+from grpo_spmd.observe.rollout_record import (
+    RolloutRecord,
+    bounded_values,
+    read_episode,
+)
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
@@ -206,7 +210,11 @@ def _group_columns(
             )
         row = rows[number]
         # through JSON, as the dump's prompt went: tuples become lists
-        if json.loads(json.dumps(row.prompt)) != group[0].prompt:
+        is_same = json.loads(json.dumps(row.prompt)) == group[0].prompt
+        # an episode's prompt has what environment or agent added: there the columns tell
+        if group[0].status is not None and group[0].columns:
+            is_same = json.loads(json.dumps(bounded_values(row.columns))) == group[0].columns
+        if not is_same:
             raise ConfigError(
                 f"data.train: the prompt at {row.where} is no longer the one "
                 "that the run sampled from"

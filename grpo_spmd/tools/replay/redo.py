@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.observe.rollout_record import RolloutRecord, cut_middle, gold_answer
+from grpo_spmd.config.errors import cut_middle
+from grpo_spmd.observe.rollout_record import RolloutRecord, gold_answer
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.tools.replay.read import (
     RecordedStep,

@@ -74,7 +74,7 @@ def _repeat(
 ) -> Replay:
     # the caller's list of notes stays as it is
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
-    weights = [*reward_weights(recorded).values()]
+    weights = reward_weights(recorded)
     sampled = SampledStep(make_step_rules(recorded.config, 1, 0.0, weights))
     try:
         _score(recorded, sampled, pool)
@@ -285,7 +285,7 @@ def _make_updater(policy: Policy, config: Config, head: ValueHead | None = None)
         policy,
         config.optimizer,
         config.loss,
-        config.training,
+        config.policy_training,
         config.rollout.max_completion_tokens,
         head,
     )

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_spmd.checkpoint.run_dir import list_checkpoints, step_of
 from grpo_spmd.config.describe import flat
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.load import YAML_ERRORS, StrictLoader
 from grpo_spmd.files import UntrustedError, open_regular, read_json
 from grpo_spmd.observe.metrics_file import is_evaluation
@@ -140,7 +140,7 @@ def _read_run(folder: Path) -> RecordedRun:
     run.state, detail = _find_state(run)
     total = f" of {run.num_steps}" if run.num_steps else ""
     reason = f"{run.state} after step {run.last_step}{total}{detail}"
-    run.why = " ".join(reason.split())[:_MAX_VALUE_CHARS]
+    run.why = cut_middle(" ".join(reason.split()), _MAX_VALUE_CHARS)
     return run
 
 

@@ -147,7 +147,8 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         for name, text in run.reports.items():
             yield Line()
             yield terminal.line(f"logs/{name}", "bad")
-            yield from terminal.excerpt(text, _REPORT_LINES, indent=2)
+            # Its end says what stopped the ranks.
+            yield from terminal.excerpt(text, _REPORT_LINES - 6, 6, indent=2)
     if run.steps:
         hint = f"more: --step {run.last_step}"
         if run.dumped_steps:

@@ -124,6 +124,8 @@ class Trials:
                     inputs = {}
                 scored.reward_inputs.append({**group.prompt.columns, **inputs})
         scored.by_name = {"fixed": list(scored.rewards)}
+        statuses = ["not_applicable" if reward is None else "ok" for reward in scored.rewards]
+        scored.statuses = {"fixed": statuses}
         return scored
 
     def run(
