@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.diagnosis.run import read_run
 from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.observe.run_folder import ReadErrors
-from grpo_spmd.tools.report.run import read_run
 from grpo_spmd.tools.show.__main__ import main
 from grpo_spmd.tools.show.completions import TokenDifferences, contains_text
 from grpo_spmd.tools.show.overview import number
