@@ -5,6 +5,7 @@ A cause takes the place of its symptoms (`Finding.explains`), so that one troubl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -14,18 +15,9 @@ from grpo_spmd.diagnosis.results import Finding
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.diagnosis.symptoms import fallen_rewards, reward_spread, setting
 
-# Symptoms of an optimizer that leaps. Alike groups and cut completions follow from a broken policy.
-_LEAP_SYMPTOMS = (
-    "reward/mean",
-    "loss/entropy",
-    "optim/grad_norm",
-    "completion/tokens_mean",
-    "completion/truncated_frac",
-    "reward/zero_std_groups_frac",
-    "optim/skipped_updates",
-)
-# A leap breaks at least one of these; the others alone can have many causes.
-_BROKEN_POLICY = {"reward/mean", "loss/entropy", "optim/grad_norm"}
+# What a leap of the policy changes at once: a metric, and the ratio or the difference that counts.
+_LEAPS_BY_RATIO = {"loss/entropy": 2.0, "completion/tokens_mean": 2.0, "optim/grad_norm": 10.0}
+_LEAPS_BY_RISE = {"completion/truncated_frac": 0.3, "reward/zero_std_groups_frac": 0.3}
 _MIN_STEPS_TO_LEARN = 20
 _ALIKE_FRAC = 0.999
 _SLOW_FRAC = 0.4  # of a step's time
@@ -34,7 +26,8 @@ _TEACHES_NAT = 1e-5  # a KL below it is rounding
 
 
 def _judge_learning_rate(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Finding]:
-    """Yields a learning rate that is too high: several symptoms since the first updates."""
+    """Yields a learning rate that is too high: the first updates have changed the policy at once,
+    and not for the better."""
     lr = setting(run, "optimizer.lr", 0.0)
     updates = metric_curve(run.steps, "optim/updates")
     update_steps = updates.steps[updates.values > 0]
@@ -42,24 +35,38 @@ def _judge_learning_rate(run: RecordedRun, symptoms: Sequence[Finding]) -> Itera
         return
     # The metrics of the step with the first update were sampled before it.
     begin = int(update_steps[0]) + 1
-    end = begin + max(4, len(run.steps) // 10)
-    early = [
-        finding
-        for finding in symptoms
-        if finding.level != "ok"
-        and finding.metric in _LEAP_SYMPTOMS
-        and begin <= (finding.step or 0) <= end
-    ]
-    metrics = {str(finding.metric) for finding in early}
-    if len(metrics) >= 2 and metrics & _BROKEN_POLICY:
+    num_after = max(4, len(run.steps) // 10)
+
+    def levels(metric: str) -> tuple[float, float]:
+        curve = metric_curve(run.steps, metric)
+        late_values = curve.values[curve.steps >= begin][:num_after]
+        if not len(late_values):
+            return math.nan, math.nan
+        return float(np.mean(curve.values[curve.steps < begin])), float(np.median(late_values))
+
+    initial, later = levels("reward/mean")
+    spread = metric_curve(run.steps, "reward/std").values[:1].sum()
+    if later >= initial + 0.1 * spread:
+        return
+    leaps = {"reward/mean": (initial, later)} if later <= initial - 0.25 * spread < initial else {}
+    for metric, ratio in _LEAPS_BY_RATIO.items():
+        initial, later = levels(metric)
+        if max(initial, later) >= ratio * min(initial, later) > 0:
+            leaps[metric] = (initial, later)
+    for metric, rise in _LEAPS_BY_RISE.items():
+        initial, later = levels(metric)
+        if later >= initial + rise:
+            leaps[metric] = (initial, later)
+    if len(leaps) >= 2:
+        changes = ", ".join(f"{name} {old:.3g} -> {new:.3g}" for name, (old, new) in leaps.items())
         yield Finding(
             "bad",
             "the learning rate is too high",
-            f"All of this began within {end - begin + 1} steps of the first update: try "
-            f"optimizer.lr={lr / 10:g} (it is {lr:g}), or optimizer.warmup_steps.",
+            f"The first updates changed {changes}: try optimizer.lr={lr / 10:g} (it is {lr:g}), or "
+            "optimizer.warmup_steps.",
             step=begin,
-            metric="loss/entropy" if "loss/entropy" in metrics else "reward/mean",
-            explains=_LEAP_SYMPTOMS,
+            metric="reward/mean",
+            explains=("reward/mean", "optim/skipped_updates", *_LEAPS_BY_RATIO, *_LEAPS_BY_RISE),
         )
 
 
@@ -127,11 +134,15 @@ def _judge_groups_far_from_solved(
     run: RecordedRun, symptoms: Sequence[Finding]
 ) -> Iterator[Finding]:
     """Yields groups that are alike though completions of different prompts are not."""
-    alike = metric_curve(run.steps, "reward/zero_std_groups_frac")
+    alike_frac = metric_curve(run.steps, "reward/zero_std_groups_frac")
     spread = metric_curve(run.steps, "reward/std")
-    if len(alike) < 3 or spread.end <= 0 or run.steps[-1].keys() & {"teacher/kl", "critic/loss"}:
+    if (
+        len(alike_frac) < 3
+        or spread.end <= 0
+        or run.steps[-1].keys() & {"teacher/kl", "critic/loss"}
+    ):
         return
-    steps = find_range(alike.steps, alike.values >= _ALIKE_FRAC)
+    steps = find_range(alike_frac.steps, alike_frac.values >= _ALIKE_FRAC)
     if steps is not None and steps.is_open:
         yield Finding(
             "bad",
@@ -140,8 +151,8 @@ def _judge_groups_far_from_solved(
             "of a prompt never do, so every advantage is 0: the reward depends on the prompt "
             "alone, rollout.temperature is too low, or the prompts are too hard or too easy.",
             step=steps.first,
-            metric=alike.key,
-            explains=(alike.key, "optim/grad_norm", "loss/entropy"),
+            metric=alike_frac.key,
+            explains=(alike_frac.key, "optim/grad_norm", "loss/entropy"),
         )
 
 
@@ -212,13 +223,13 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
     # A quick call is no bottleneck, however much of a tiny model's step it takes.
     call_s = metric_curve(run.steps, "environment/call_s_p95")
     turns = metric_curve(run.steps, "episode/turns_mean").end
-    share = call_s.end * max(1.0, turns - 1) / metric_curve(run.steps, "time/rollout_s").end
-    if len(call_s) >= 3 and share >= _SLOW_CALL_FRAC and call_s.end >= 0.2:
+    waiting_frac = call_s.end * max(1.0, turns - 1) / metric_curve(run.steps, "time/rollout_s").end
+    if len(call_s) >= 3 and waiting_frac >= _SLOW_CALL_FRAC and call_s.end >= 0.2:
         yield Finding(
             "warning",
             "the environment or a tool is slow",
             f"The slowest twentieth of its calls takes {call_s.end:.3g} s or more, with "
-            f"{turns:.1f} turns an episode: {min(share, 1):.0%} of the time that a step samples. "
+            f"{turns:.1f} turns an episode: {min(waiting_frac, 1):.0%} of the time that a step samples. "
             "environment.num_workers, or a lower environment.call_timeout_s.",
             step=int(call_s.steps[0]),
             metric=call_s.key,

@@ -18,7 +18,7 @@ from grpo_spmd.diagnosis.symptoms import SYMPTOMS
 def list_findings(run: RecordedRun) -> list[Finding]:
     """Returns the findings, the worst first; one that all is well if nothing is wrong."""
     symptoms = [result for result in _judge(run) if isinstance(result, Finding)]
-    findings = _explain(_list_causes(run, symptoms), symptoms)
+    findings = _explain([*_list_causes(run, symptoms), *symptoms])
     # Checks near their bound, so that a verdict of praise does not stand beside them.
     if all(finding.level == "ok" for finding in findings):
         for check in list_checks(run):
@@ -41,6 +41,16 @@ def list_findings(run: RecordedRun) -> list[Finding]:
     return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
 
 
+def summary_lines(run: RecordedRun, max_findings: int = 3) -> list[str]:
+    """Returns a line for each of the worst findings, for the end of a run's console."""
+    lines: list[str] = []
+    for finding in list_findings(run)[:max_findings]:
+        suffix = f" (from step {finding.step})" if finding.step is not None else ""
+        if finding.level != "ok" or not lines:
+            lines.append(f"{finding.title}{suffix}: {finding.text}")
+    return lines
+
+
 def list_checks(run: RecordedRun) -> list[Check]:
     """Returns the checks that the run has made, with their margins."""
     return [result for result in _judge(run) if isinstance(result, Check)]
@@ -60,23 +70,26 @@ def _list_causes(run: RecordedRun, symptoms: Sequence[Finding]) -> list[Finding]
         return [*causes, *judge_ranks(run)]
 
 
-def _explain(causes: Sequence[Finding], symptoms: Sequence[Finding]) -> list[Finding]:
-    """Returns causes and symptoms; a symptom that a cause explains is told in the cause's text."""
-    findings = []
+def _explain(findings: Sequence[Finding]) -> list[Finding]:
+    """Returns the findings; one that an earlier one explains is told in the text of that one."""
+    explanations: list[Finding] = []
     explained: set[Finding] = set()
-    for cause in causes:
+    for cause in findings:
+        if cause in explained:
+            continue
         effects = [
-            symptom
-            for symptom in symptoms
+            effect
+            for effect in findings
             # A cause does not explain what began before it.
-            if symptom.metric in cause.explains and (symptom.step or 0) >= (cause.step or 0)
+            if effect is not cause
+            and effect.metric in cause.explains
+            and (effect.step or 0) >= (cause.step or 0)
         ]
         explained.update(effects)
         titles = ", ".join(f"{effect.title} (step {effect.step})" for effect in effects)
-        findings.append(
-            replace(cause, text=f"{cause.text} With it: {titles}.") if effects else cause
-        )
-    return [*findings, *(symptom for symptom in symptoms if symptom not in explained)]
+        text = f"{cause.text} With it: {titles}." if effects else cause.text
+        explanations.append(replace(cause, text=text))
+    return explanations
 
 
 def _list_sources(run: RecordedRun) -> str:

@@ -184,18 +184,18 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
         if rule is _ALIKE_GROUPS:
             # With a teacher or a critic, a group whose rewards are all equal teaches too.
             lines = [line for line in lines if not line.keys() & _OTHER_SIGNALS]
-        share = metric_curve(lines, rule.metric)
-        steps = find_range(share.steps, share.values >= rule.bound)
-        if steps is None and share.end >= share.start + rule.min_rise:
-            steps = share.moved()
+        curve = metric_curve(lines, rule.metric)
+        steps = find_range(curve.steps, curve.values >= rule.bound)
+        if steps is None and curve.end >= curve.start + rule.min_rise:
+            steps = curve.moved()
         if steps is None:
             continue
         title = rule.title
-        is_inside = (share.steps >= steps.first) & (share.steps <= steps.last)
-        text = f"{np.mean(share.values[is_inside]):.0%} {steps}, {share.values[0]:.0%} at the "
+        is_inside = (curve.steps >= steps.first) & (curve.steps <= steps.last)
+        text = f"{np.mean(curve.values[is_inside]):.0%} {steps}, {curve.values[0]:.0%} at the "
         text += f"start. {rule.text}"
         # A trouble that is over is a warning, however large it was.
-        level: Level = "bad" if steps.is_open and share.end >= rule.bad_from else "warning"
+        level: Level = "bad" if steps.is_open and curve.end >= rule.bad_from else "warning"
         if rule is _ALIKE_GROUPS and is_solved(run):
             level = "ok"
             title = "the prompts are nearly solved"
@@ -235,10 +235,10 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
     changes = []
     for key in _EXPLANATIONS:
         curve = metric_curve(run.steps, key)
-        before = curve.values[curve.steps < first_step][-20:]
-        after = curve.values[curve.steps >= first_step]
-        if len(before) and len(after):
-            early, late = np.mean(before), np.mean(after)
+        early_values = curve.values[curve.steps < first_step][-20:]
+        late_values = curve.values[curve.steps >= first_step]
+        if len(early_values) and len(late_values):
+            early, late = np.mean(early_values), np.mean(late_values)
             # A ratio, since the metrics have different units; tiny values are noise.
             is_changed = max(early, late) > 1.5 * min(early, late)
             if is_changed and max(abs(early), abs(late)) > 1e-9:
@@ -378,8 +378,8 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
     large = norm.values > max(bound, _SPIKE * float(np.median(norm.values)))
     spikes = []
     for index in np.flatnonzero(large):
-        before = norm.values[max(0, index - _NUM_BEFORE_SPIKE) : index]
-        if len(before) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(before):
+        recent = norm.values[max(0, index - _NUM_BEFORE_SPIKE) : index]
+        if len(recent) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(recent):
             spikes.append(int(norm.steps[index]))
     if spikes:
         yield Finding(
