@@ -229,8 +229,8 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
             "warning",
             "the environment or a tool is slow",
             f"The slowest twentieth of its calls takes {call_s.end:.3g} s or more, with "
-            f"{turns:.1f} turns an episode: {min(waiting_frac, 1):.0%} of the time that a step samples. "
-            "environment.num_workers, or a lower environment.call_timeout_s.",
+            f"{turns:.1f} turns an episode: {min(waiting_frac, 1):.0%} of the time that a step "
+            "samples. environment.num_workers, or a lower environment.call_timeout_s.",
             step=int(call_s.steps[0]),
             metric=call_s.key,
             explains=("rollout/tail_waste_frac",),

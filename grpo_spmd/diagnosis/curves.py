@@ -65,7 +65,9 @@ class Curve:
     @property
     def noise(self) -> float:
         """The standard error of the difference of two levels, by the scatter around `smoothed`."""
-        return float(np.std(self.values - self.smoothed)) * math.sqrt(2 / max(1, self.window))
+        if not len(self):
+            return math.nan
+        return float(np.std(self.values - self.smoothed)) * math.sqrt(2 / self.window)
 
     def moved(self, frac: float = 0.25) -> StepRange | None:
         """Returns the steps since which the metric is `frac` of the way from start to end."""

@@ -342,7 +342,8 @@ def test_a_dump_that_is_broken_shows_what_can_be_read(run: Path, shown: Shown) -
     assert "worst 4 of 4" in shown(run, "--worst", "9")
     path.unlink()
     os.mkfifo(path)  # nobody writes into it: a reader would wait
-    assert "a fifo" in shown(run, "--step", "8")
+    # The path's length decides where the line breaks.
+    assert "a fifo" in " ".join(shown(run, "--step", "8").split())
     path.unlink()
     packed = gzip.compress("\n".join(lines).encode())
     path.with_suffix(".jsonl.gz").write_bytes(packed[:-20])
