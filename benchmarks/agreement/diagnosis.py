@@ -147,10 +147,16 @@ CASES: dict[str, Case] = {
         ("optimizer.lr=0.9", "model.lora.rank=4"), "the learning rate is too high"
     ),
     "a second reward pays more": Case(
-        (_with_plus_signs(0.2),), "countdown falls while the reward rises", num_steps=30
+        (_with_plus_signs(0.2),),
+        "countdown falls while the reward rises",
+        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        num_steps=30,
     ),
     "a watched reward falls": Case(
-        (_with_plus_signs(0.0),), "countdown falls while the reward rises", num_steps=30
+        (_with_plus_signs(0.0),),
+        "countdown falls while the reward rises",
+        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        num_steps=30,
     ),
     "length is paid": Case(
         (*_reward("long"), "rollout.max_completion_tokens=16"),
@@ -270,21 +276,22 @@ def measure(name: str, folder: Path) -> Row:
     demo = folder / "demo"
     local = Path(tempfile.mkdtemp(dir=folder))
     prepared = case.prepare(local, demo) if case.prepare is not None else ()
-    overrides = [
-        f"run_dir={local / 'run'}",
-        f"model.path={demo / 'model'}",
-        f"data.train={demo / 'train.jsonl'}",
-        "rollout.num_prompts_per_step=32",
-        f"training.num_steps={case.num_steps}",
-        *(text.replace("REWARDS", str(folder / "rewards.py")) for text in case.overrides),
-        *prepared,
-    ]
+    overrides = {
+        "run_dir": str(local / "run"),
+        "model.path": str(demo / "model"),
+        "data.train": str(demo / "train.jsonl"),
+        "rollout.num_prompts_per_step": "32",
+        "training.num_steps": str(case.num_steps),
+    }
+    for text in (*case.overrides, *prepared):
+        key, _, value = text.partition("=")
+        overrides[key] = value.replace("REWARDS", str(folder / "rewards.py"))
     job = RanksJob(
         case.num_ranks,
         "grpo_spmd.train",
         "--config",
         str(_ROOT / f"configs/{case.config}.yaml"),
-        *overrides,
+        *(f"{key}={value}" for key, value in overrides.items()),
     )
     with _stopped_now_and_then(local / "run", case.stops_rank):
         code, output = job.wait(_TIMEOUT_S)
