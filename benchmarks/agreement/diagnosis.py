@@ -68,7 +68,7 @@ def failing(prompts, completions, **columns):
     return [float("*" in text) for text in completions]
 
 def hanging(prompts, completions, **columns):
-    if "99" in completions[0]:
+    if completions[0].startswith("9"):
         time.sleep(60)
     return [float("*" in text) for text in completions]
 """
@@ -104,8 +104,10 @@ def _other_end_token(folder: Path, demo: Path) -> Sequence[str]:
         path = folder / "model" / name
         if path.exists():
             content = json.loads(path.read_text())
-            content["eos_token_id"] = 15
+            content["eos_token_id"] = 16
             path.write_text(json.dumps(content))
+    path = folder / "model/tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<eos>"', '"eos_token": ":"'))
     return [f"model.path={folder / 'model'}"]
 
 
@@ -167,13 +169,13 @@ CASES: dict[str, Case] = {
     "one text is paid": Case(
         _reward("one_text"),
         "all completions are one text",
-        allowed=("the entropy is gone", "groups are alike", "the reward never", "each prompt's"),
+        allowed=("the ", "groups are alike", "each prompt's"),
         num_steps=60,
     ),
     "a constant reward": Case(_reward("constant"), "the reward never differs"),
     "the prompt alone is paid": Case(_reward("by_prompt"), "each prompt's rewards are all alike"),
-    "temperature 0.01": Case(
-        ("rollout.temperature=0.01",),
+    "temperature 0.1": Case(
+        ("rollout.temperature=0.1",),
         "groups are alike",
         allowed=("each prompt's rewards", "the entropy is gone"),
     ),
@@ -219,10 +221,14 @@ CASES: dict[str, Case] = {
     "evaluation on the training set": Case(
         (), "data.eval is data.train", prepare=_evaluate_on_training_data
     ),
-    "eight epochs a step": Case(
-        ("training.num_epochs=8", "training.num_mini_batches=4", "optimizer.lr=0.02"),
+    "a clip range of 0.001": Case(
+        (
+            "loss.clip_ratio_low=0.001",
+            "loss.clip_ratio_high=0.001",
+            "training.num_mini_batches=4",
+            "training.num_epochs=4",
+        ),
         "most tokens are clipped",
-        allowed=("the learning rate is too high", "the "),
     ),
     "a rank that is stopped": Case((), "rank 1 is slow", num_ranks=2, stops_rank=1, num_steps=24),
     # healthy runs

@@ -358,7 +358,8 @@ def diagnosis_table(record: Record) -> Iterator[str]:
     yield "|---|---|---|---|"
     for row in record.newest("diagnosis", "case"):
         findings = row["findings"] or "none"
-        yield f"| {row['case']} | {row['seed']}, {row['steps']} | {row['result']} | {findings} |"
+        facts = f"{row['seed']}, {row.number('steps'):.0f}"
+        yield f"| {row['case']} | {facts} | {row['result']} | {findings} |"
 
 
 def contract(record: Record) -> Iterator[Line]:

@@ -196,20 +196,10 @@ def _judge_critic(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Fin
 
 
 def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Finding]:
-    """Yields rewards, environments and checkpoints that most of a step waits for."""
+    """Yields environments and checkpoints that most of a step waits for."""
     step_s = metric_curve(run.steps, "time/step_s")
     if len(step_s) < 3 or step_s.end <= 0:
         return
-    reward_frac = metric_curve(run.steps, "time/reward_s").end / step_s.end
-    if reward_frac >= _SLOW_FRAC and step_s.end >= 1:
-        yield Finding(
-            "warning",
-            "steps wait for rewards",
-            f"Rewards take {reward_frac:.0%} of a step's {step_s.end:.3g} s: more "
-            "reward_pool.num_workers for functions, max_concurrent and a faster host for servers.",
-            step=int(step_s.steps[0]),
-            metric="time/reward_s",
-        )
     checkpoint_frac = metric_curve(run.steps, "time/checkpoint_s").values.sum()
     checkpoint_frac /= step_s.values.sum()
     if checkpoint_frac >= _SLOW_FRAC and step_s.end >= 1:
@@ -245,8 +235,8 @@ def _judge_off_policy(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator
             "warning",
             "most tokens are clipped",
             f"loss/clip_frac is {clipped.end:.0%}: the policy has left the one that sampled before "
-            "a step's updates are done. Fewer training.num_epochs or num_mini_batches, or a lower "
-            "optimizer.lr.",
+            "a step's updates are done. Fewer training.num_epochs or num_mini_batches, a lower "
+            "optimizer.lr, or wider loss.clip_ratio_low and clip_ratio_high.",
             step=steps.first,
             metric=clipped.key,
         )

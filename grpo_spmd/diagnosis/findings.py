@@ -9,7 +9,7 @@ import numpy as np
 
 from grpo_spmd.diagnosis.causes import CAUSES
 from grpo_spmd.diagnosis.dumps import DUMP_RULES, Dumps
-from grpo_spmd.diagnosis.ranks import judge_ranks
+from grpo_spmd.diagnosis.ranks import judge_timeline
 from grpo_spmd.diagnosis.results import LEVELS, Check, Finding
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.diagnosis.symptoms import SYMPTOMS
@@ -65,9 +65,11 @@ def _judge(run: RecordedRun) -> list[Finding | Check]:
 def _list_causes(run: RecordedRun, symptoms: Sequence[Finding]) -> list[Finding]:
     dumps = Dumps(run)
     with np.errstate(all="ignore"):
-        causes = [finding for rule in CAUSES for finding in rule(run, symptoms)]
+        # A slow rank explains what waits for it.
+        causes = [*judge_timeline(run)]
+        causes += [finding for rule in CAUSES for finding in rule(run, symptoms)]
         causes += [finding for rule in DUMP_RULES for finding in rule(run, dumps)]
-        return [*causes, *judge_ranks(run)]
+        return causes
 
 
 def _explain(findings: Sequence[Finding]) -> list[Finding]:

@@ -133,11 +133,6 @@ SINGLE_CAUSES: dict[str, tuple[Callable[[Line, float], None], str, str]] = {
         "warning",
         "",
     ),
-    "steps wait for rewards": (
-        lambda line, share: line.update({"time/reward_s": 40.0}),
-        "warning",
-        "",
-    ),
     "steps wait for checkpoints": (
         lambda line, share: line.update({"time/checkpoint_s": 40.0}),
         "warning",
@@ -178,7 +173,6 @@ def test_a_cause_is_named_alone_and_tells_its_symptom(title: str, tmp_path: Path
         ("optim/lr", 1e-6),
         ("teacher/kl", 0.2),
         ("critic/explained_variance", 0.4),
-        ("time/reward_s", 5.0),
         ("time/checkpoint_s", 5.0),
         ("loss/clip_frac", 0.02),
     ],
@@ -188,16 +182,17 @@ def test_a_healthy_figure_is_no_finding(metric: str, value: float, tmp_path: Pat
     assert [*diagnose(tmp_path, lines)] == ["nothing stands out"]
 
 
-def write_timeline(folder: Path, slow_rank: int | None) -> None:
+def write_timeline(folder: Path, slow_rank: int | None, reward_s: float = 1.0) -> None:
     """Three ranks that leave the reward together; one may sample for longer."""
     lines = []
-    for step in range(1, 11):
+    for step in range(1, 13):
         spans = []
         for rank in range(3):
             # Without a slow rank each is the slowest in its turn.
             is_slow = rank == (step % 3 if slow_rank is None else slow_rank)
             end_s = 6.0 if is_slow else 2.0
-            spans.append([["rollout", 0.0, end_s, 1.0, end_s], ["reward", end_s, 7.0, 1.0, None]])
+            reward = ["reward", end_s, 6.0 + reward_s, 1.0, None]
+            spans.append([["rollout", 0.0, end_s, 1.0, end_s], reward])
         lines.append(
             {"step": step, "unix_s": 1.0, "world_size": 3, "ranks": [0, 1, 2], "spans": spans}
         )
@@ -206,13 +201,26 @@ def write_timeline(folder: Path, slow_rank: int | None) -> None:
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
 def test_a_slow_rank_is_named_with_its_phase(slow_rank: int, tmp_path: Path) -> None:
-    make_run(tmp_path, healthy(10))
+    make_run(tmp_path, healthy(12))
     write_timeline(tmp_path, slow_rank)
     (finding,) = list_findings(read_run(tmp_path))
     assert finding.title == f"rank {slow_rank} is slow"
-    assert "in 10 of the last 10 steps, mostly in rollout" in finding.text
+    assert "in 12 of the last 12 steps, mostly in rollout" in finding.text
+    # 4 of the 7 seconds of each step
+    assert "costs 57% of the time" in finding.text
+
+
+def test_ranks_that_are_slow_in_turn_and_those_that_wait_for_them_are_no_finding(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, healthy(12))
+    # Two of three ranks wait 4 seconds of each step in their reward phase.
     write_timeline(tmp_path, slow_rank=None)
     assert [result.title for result in list_findings(read_run(tmp_path))] == ["nothing stands out"]
+    write_timeline(tmp_path, slow_rank=None, reward_s=20.0)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert finding.title == "steps wait for rewards"
+    assert "Rewards take 77% of the last 12 steps" in finding.text
 
 
 def test_a_reward_that_follows_the_length(tmp_path: Path) -> None:
