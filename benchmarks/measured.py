@@ -61,6 +61,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "trained_weights": measured_trials.trained_weights,
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
+    "diagnosis": measured_trials.diagnosis,
     "contract": measured_trials.contract,
     "dry_run": measured_trials.dry_run,
     "old_vllm": measured_trials.old_vllm,
@@ -102,6 +103,7 @@ BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "predictions": measured_trials.predictions_table,
     "defaults": measured_trials.defaults_table,
     "mutations": measured_trials.mutations_table,
+    "diagnosis": measured_trials.diagnosis_table,
     "faults": measured_trials.faults_table,
 }
 

@@ -109,3 +109,4 @@ def _finish(run: Run) -> None:
     with run.phase("checkpoint"):
         run.checkpoints.wait()
     run.log.end_run()
+    run.log_diagnosis()

@@ -29,6 +29,8 @@ from grpo_spmd.config.load import decided, decided_values, with_cpu_defaults
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
+from grpo_spmd.diagnosis.findings import summary_lines
+from grpo_spmd.diagnosis.run import read_run
 from grpo_spmd.distributed import doctor
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.exit import bounded_teardown
@@ -157,6 +159,16 @@ class Run:
             self.num_finished_steps, self.begun_position, state, reason=reason
         )
         self.launch.end("preempted", reason)
+
+    def log_diagnosis(self) -> None:
+        """Logs on rank 0 what stands out in the finished run."""
+        if not self.session.is_rank0:
+            return
+        try:
+            for line in summary_lines(read_run(self.launch.run_dir)):
+                _log.info("diagnosis: %s", line)
+        except Exception as error:  # it is for people: a finished run does not fail by it
+            _log.warning("the run could not be diagnosed: %r", error)
 
     def close(self) -> None:
         """Collective. Closes the parts in the reverse order, on all ranks together."""

@@ -339,6 +339,29 @@ def _or_none(names: Iterable[str]) -> str:
     return "; ".join(names) or "none"
 
 
+def diagnosis(record: Record) -> Iterator[Line]:
+    rows = record.newest("diagnosis", "case")
+    ill = [row for row in rows if not row["case"].startswith("healthy")]
+    if ill:
+        counts = Counter(row["result"] for row in ill)
+        false = [row["case"] for row in rows if row["false"]]
+        yield Line(
+            f"{len(ill)} ill runs and {len(rows) - len(ill)} healthy ones, diagnosed",
+            f"causes named: {counts['named']}; only symptoms: {counts['symptoms']}; missed: "
+            f"{counts['missed']}; something false was said of: {_or_none(false)}",
+            rows,
+        )
+
+
+def diagnosis_table(record: Record) -> Iterator[str]:
+    yield "| run | seed, steps | cause | findings |"
+    yield "|---|---|---|---|"
+    for row in record.newest("diagnosis", "case"):
+        findings = row["findings"] or "none"
+        facts = f"{row['seed']}, {row.number('steps'):.0f}"
+        yield f"| {row['case']} | {facts} | {row['result']} | {findings} |"
+
+
 def contract(record: Record) -> Iterator[Line]:
     rows = record.newest("contract", "vllm")
     if rows:

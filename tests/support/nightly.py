@@ -28,6 +28,7 @@ NIGHTLY: dict[str, str] = {
     "runs/test_prefetch.py": "unit/test_early.py has the hub's refusals, this whole downloads",
     # benchmarks' own tests
     "runs/test_signals_benchmark.py": "a benchmark's counts",
+    "runs/test_diagnosis_benchmark.py": "unit/test_diagnosis.py has each rule, this real ill runs",
     "runs/test_gpu_benchmark.py": "a benchmark's dry form",
     "runs/test_gpu_day.py": "a benchmark's dry form",
     # further families, ranks and cases

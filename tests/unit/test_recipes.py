@@ -20,8 +20,8 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, load_config, load_config_with_sources
 from grpo_spmd.config.recipes import Algorithm, read_recipes, recipes_as_markdown
 from grpo_spmd.config.schema import Config
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.tools.report.overview import config_rows
-from grpo_spmd.tools.report.run import RecordedRun
 from tests.support.processes import ROOT
 
 DEMO = ROOT / "configs" / "demo.yaml"

@@ -25,15 +25,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_spmd.diagnosis.run import name_apart, read_run
 from grpo_spmd.observe import run_folder
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.tools import follow
 from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
-from grpo_spmd.tools.report import run as run_module
 from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.page import json_bytes
-from grpo_spmd.tools.report.run import name_apart, read_run
 from grpo_spmd.tools.report.steps import scan_step
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
@@ -629,7 +629,7 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     going = {"launch": 1, "outcome": None, "host": "another", "start": "2099-01-01T00:00:00Z"}
     folder = make_run(tmp_path / "run", healthy(2), going)
     monkeypatch.setattr(command, "_MIN_AGE_S", 0.0)
-    monkeypatch.setattr(run_module, "_POLL_S", 0.01)
+    monkeypatch.setattr(follow, "_POLL_S", 0.01)
     monkeypatch.setattr(sys, "argv", ["report", str(folder), "--follow"])
     built: list[int] = []
     inner: Callable[..., Any] = build_page

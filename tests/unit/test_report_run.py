@@ -19,9 +19,9 @@ import pytest
 
 from grpo_spmd.checkpoint import run_dir as holders
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.diagnosis import run as run_module
+from grpo_spmd.diagnosis.run import name_apart, read_run
 from grpo_spmd.observe import metrics_file
-from grpo_spmd.tools.report import run as run_module
-from grpo_spmd.tools.report.run import name_apart, read_run
 from tests.support.processes import ROOT
 from tests.support.reported import LAUNCH, healthy, make_run
 

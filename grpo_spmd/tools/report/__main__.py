@@ -9,16 +9,11 @@ from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
+from grpo_spmd.diagnosis.run import RecordedRun, name_apart, read_run
 from grpo_spmd.files import hold_standard_streams, show
+from grpo_spmd.tools.follow import changes, file_sizes
 from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.page import PAGE_START
-from grpo_spmd.tools.report.run import (
-    RecordedRun,
-    changes,
-    file_sizes,
-    name_apart,
-    read_run,
-)
 
 _MAX_RUNS = 8
 _MIN_AGE_S = 10.0  # of the page, with --follow

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import grpo_spmd
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.distributed.processes import end_with_parent
+from grpo_spmd.tools.follow import file_size
 from grpo_spmd.tools.report.overview import config_differences, overview, summarize_prompts
 from grpo_spmd.tools.report.page import FORMAT, json_bytes, write_page
-from grpo_spmd.tools.report.run import RecordedRun, file_size
 from grpo_spmd.tools.report.steps import (
     StepCost,
     StepResult,

@@ -19,10 +19,12 @@ import numpy as np
 from grpo_spmd.config.describe import flat, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
+from grpo_spmd.diagnosis.curves import Metrics
+from grpo_spmd.diagnosis.findings import list_checks, list_findings
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.metrics_file import LinePosition
 from grpo_spmd.observe.rollout_record import bounded_values, is_shallow
 from grpo_spmd.observe.run_folder import LineStore
-from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.report.steps import (
     StepResult,
     parse_line,
@@ -31,7 +33,6 @@ from grpo_spmd.tools.report.steps import (
     shorten,
     spread_indices,
 )
-from grpo_spmd.tools.report.verdict import Metrics, list_checks, list_findings
 
 # Points of a curve; numbers in all curves of a page.
 _MAX_POINTS = 4_000

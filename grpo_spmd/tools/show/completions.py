@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
-from grpo_spmd.tools.report.run import RecordedRun
 from grpo_spmd.tools.show.overview import is_drawable, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 

@@ -16,10 +16,10 @@ from itertools import islice
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.diagnosis.curves import matching_metrics
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
-from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.verdict import matching_metrics
 from grpo_spmd.tools.show.completions import (
     TokenDifferences,
     completion_lines,

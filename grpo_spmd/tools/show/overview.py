@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from grpo_spmd.diagnosis.curves import matching_metrics
+from grpo_spmd.diagnosis.findings import list_checks, list_findings
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.console import Console
-from grpo_spmd.tools.report.run import RecordedRun
-from grpo_spmd.tools.report.verdict import list_checks, list_findings, matching_metrics
 from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 
 Value = float | int | None

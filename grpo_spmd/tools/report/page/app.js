@@ -82,7 +82,9 @@ const STATES = {
 };
 const stateMark = (run) => {
   const [word, level] = own(STATES, run.state) ?? [String(run.state), "warning"];
-  return el("span", { class: "mark " + level }, shown(word));
+  // A run that ended well and has something bad to look at is not green.
+  const isIll = run.findings.some((finding) => finding.level === "bad");
+  return el("span", { class: "mark " + (isIll && level !== "bad" ? "warning" : level) }, shown(word));
 };
 
 function showHeader() {

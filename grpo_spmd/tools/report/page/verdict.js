@@ -35,11 +35,11 @@ function headOf(run, i) {
       tile("steps", `${num(run.last_step ?? 0)} of ${run.num_steps ?? "?"}`),
       rewards.length > 0 && tile("reward, first step", num(first, 3), asText(first)),
       rewards.length > 0 && tile(`reward, mean of the last ${last.length}`, num(mean(last), 3), asText(mean(last))),
-      walls.length > 0 && tile("going for", seconds(walls[walls.length - 1])),
+      walls.length > 0 && tile("run time", seconds(walls[walls.length - 1])),
       metric(run, "completion/tokens_mean").length > 0 && tile("tokens of a completion",
         num(metric(run, "completion/tokens_mean").at(-1), 3)),
-      run.rollouts.total > 0 && tile("rollouts, with text",
-        `${num(run.rollouts.total)}, ${num(run.rollouts.shown)}`, run.rollouts.note || null)));
+      run.rollouts.total > 0 && tile("rollouts (with their text)",
+        `${num(run.rollouts.total)} (${num(run.rollouts.shown)})`, run.rollouts.note || null)));
 }
 
 /** Findings lead to the curve that shows them, and to the step where they began. */
@@ -54,7 +54,7 @@ function findingsOf(run, i) {
     el("div", {}, el("b", {}, shown(clip(asText(finding.title), 1000))), el("p", {}, shown(asText(finding.text))),
       el("p", { class: "leads" }, leads(finding))));
   return panel("What to look at", run.findings.length ? el("ul", { class: "plain" }, run.findings.map(item)) :
-    el("p", { class: "note" }, "Nothing stands out."));
+    el("p", { class: "note" }, "Nothing was looked at: the run has no step yet."));
 }
 
 /** A bar from 0 to the bound, where value and bound both begin with a number. */

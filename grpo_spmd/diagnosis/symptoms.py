@@ -1,4 +1,4 @@
-"""What a person should look at in a run, and how far its running checks are from their bounds.
+"""Symptoms: what a person should look at in the metrics of a run, and the run's own checks.
 
 A finding is about a range of steps, never about one step's luck, and tells at which step it began.
 Pure: from metrics in memory to texts. Imports no torch.
@@ -8,26 +8,25 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from grpo_spmd.diagnosis.curves import (
+    Curve,
+    Metrics,
+    StepRange,
+    find_range,
+    matching_metrics,
+    metric_curve,
+)
+from grpo_spmd.diagnosis.results import Check, Finding, Level
+from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.proofs.switches import weakened_proofs
-from grpo_spmd.tools.report.run import RecordedRun
 
-Floats = npt.NDArray[np.float64]
-Steps = npt.NDArray[np.int64]
-Level = Literal["ok", "warning", "bad"]
-Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
-
-_LEVELS: tuple[Level, ...] = ("bad", "warning", "ok")  # the worst first
-_MIN_STEPS = 3  # in a row, more or less, before something is more than a hiccup
-_MAX_LEVEL_STEPS = 20
 _NEAR_BOUND = 0.5  # of a bound
 _SPIKE = 10.0  # times the gradients before it
 _NUM_BEFORE_SPIKE = 20
@@ -47,28 +46,6 @@ _EXPLANATIONS = (
     _MISMATCH_MEAN,
 )
 _END_STATES = {"failed": "failed", "killed": "was killed", "silent": "writes nothing any more"}
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something to look at in a run."""
-
-    level: Level
-    title: str
-    text: str
-    step: int | None = None  # where it began
-    metric: str | None = None  # the curve that shows it
-
-
-@dataclass(frozen=True)
-class Check:
-    """One of the run's own checks: its result so far, and the bound at which it stops the run."""
-
-    name: str
-    level: Level
-    value: str
-    bound: str
-    text: str
 
 
 class HighShare(NamedTuple):
@@ -167,127 +144,6 @@ _PROOFS = (
 )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """A metric at the steps where it is known, in ascending order.
-
-    An unknown metric has an empty curve. Its levels are NaN, so no comparison with them holds.
-    """
-
-    key: str
-    steps: Steps
-    values: Floats
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    @property
-    def window(self) -> int:
-        """Number of steps that make up a level: a tenth of the curve."""
-        return min(max(len(self) // 10, min(3, len(self))), _MAX_LEVEL_STEPS)
-
-    @property
-    def start(self) -> float:
-        """The level at the beginning."""
-        return float(np.median(self.values[: self.window])) if len(self) else math.nan
-
-    @property
-    def end(self) -> float:
-        """The level at the end."""
-        return float(np.median(self.values[-self.window :])) if len(self) else math.nan
-
-    @property
-    def smoothed(self) -> Floats:
-        """Means over `window` values around each value."""
-        if not len(self):
-            return self.values
-        # At both ends a window is shorter.
-        window = np.ones(self.window)
-        sizes = np.convolve(np.ones(len(self)), window, "same")
-        means: Floats = np.convolve(self.values, window, "same") / sizes
-        return means
-
-    def moved(self, frac: float = 0.25) -> StepRange | None:
-        """Returns the steps since which the metric is `frac` of the way from start to end."""
-        bound = self.start + frac * (self.end - self.start)
-        is_beyond = self.values >= bound if self.end > self.start else self.values <= bound
-        return find_range(self.steps, is_beyond)
-
-
-class StepRange(NamedTuple):
-    """Steps at nearly all of which a condition held."""
-
-    first: int
-    last: int
-    is_open: bool  # up to the end of the curve
-
-    def __str__(self) -> str:
-        end = f"from step {self.first} to {self.last}"
-        return f"since step {self.first}" if self.is_open else end
-
-
-def metric_curve(lines: Metrics, key: str) -> Curve:
-    rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
-    points = np.array(rows, np.float64).reshape(-1, 2)
-    return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
-
-
-def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
-    """Returns the steps at which `holds` is mostly true.
-
-    That is the end of the curve with the largest majority of true over false, or else such a range
-    in the middle. Returns None for fewer than three (or than all, in a short curve).
-    """
-    # A majority, so that single steps against it do not end the range. `gains` has the largest
-    # majority of a range that ends at each step (Kadane's algorithm).
-    sums = np.concatenate([[0], np.cumsum(np.where(holds, 1, -1))])
-    gains = sums[1:] - np.minimum.accumulate(sums[:-1])
-    is_open = bool(gains[-1:].max(initial=0) >= min(_MIN_STEPS, len(gains)) > 0)
-    if not is_open and gains.max(initial=0) < _MIN_STEPS:
-        return None
-    end = len(gains) - 1 if is_open else int(np.argmax(gains))
-    # The shorter one of equal ranges.
-    begin = int(np.flatnonzero(sums[: end + 1] == sums[: end + 1].min())[-1])
-    return StepRange(int(steps[begin]), int(steps[end]), is_open)
-
-
-def list_findings(run: RecordedRun) -> list[Finding]:
-    """Returns the findings, the worst first; one that all is well if nothing is wrong."""
-    findings = [result for result in _judge(run) if isinstance(result, Finding)]
-    # Checks near their bound, so that a verdict of praise does not stand beside them.
-    if all(finding.level == "ok" for finding in findings):
-        for check in list_checks(run):
-            if check.level != "ok":
-                findings.append(
-                    Finding(
-                        check.level,
-                        f"the check of {check.name} is not far from its bound",
-                        f"{check.value}; its bound is {check.bound}: {check.text}.",
-                    )
-                )
-    if run.steps and all(finding.level == "ok" for finding in findings):
-        findings.append(
-            Finding(
-                "ok",
-                "nothing stands out",
-                f"{len(run.steps)} steps: rewards, lengths, entropy, gradients, memory and the "
-                "checks show no trouble.",
-            )
-        )
-    return sorted(findings, key=lambda finding: _LEVELS.index(finding.level))
-
-
-def list_checks(run: RecordedRun) -> list[Check]:
-    """Returns the checks that the run has made, with their margins."""
-    return [result for result in _judge(run) if isinstance(result, Check)]
-
-
-def _judge(run: RecordedRun) -> list[Finding | Check]:
-    # The figures in other people's folders may be beyond all bounds.
-    with np.errstate(all="ignore"):
-        return [result for rule in _RULES for result in rule(run)]
-
-
 def _level(value: float, warning_from: float, bad_from: float) -> Level:
     if value >= bad_from:
         return "bad"
@@ -328,19 +184,19 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
         if rule is _ALIKE_GROUPS:
             # With a teacher or a critic, a group whose rewards are all equal teaches too.
             lines = [line for line in lines if not line.keys() & _OTHER_SIGNALS]
-        share = metric_curve(lines, rule.metric)
-        steps = find_range(share.steps, share.values >= rule.bound)
-        if steps is None and share.end >= share.start + rule.min_rise:
-            steps = share.moved()
+        curve = metric_curve(lines, rule.metric)
+        steps = find_range(curve.steps, curve.values >= rule.bound)
+        if steps is None and curve.end >= curve.start + rule.min_rise:
+            steps = curve.moved()
         if steps is None:
             continue
         title = rule.title
-        is_inside = (share.steps >= steps.first) & (share.steps <= steps.last)
-        text = f"{np.mean(share.values[is_inside]):.0%} {steps}, {share.values[0]:.0%} at the "
+        is_inside = (curve.steps >= steps.first) & (curve.steps <= steps.last)
+        text = f"{np.mean(curve.values[is_inside]):.0%} {steps}, {curve.values[0]:.0%} at the "
         text += f"start. {rule.text}"
         # A trouble that is over is a warning, however large it was.
-        level: Level = "bad" if steps.is_open and share.end >= rule.bad_from else "warning"
-        if rule is _ALIKE_GROUPS and _is_solved(run):
+        level: Level = "bad" if steps.is_open and curve.end >= rule.bad_from else "warning"
+        if rule is _ALIKE_GROUPS and is_solved(run):
             level = "ok"
             title = "the prompts are nearly solved"
             text = "The reward has risen, so most groups are alike, and little is left to learn."
@@ -357,11 +213,10 @@ def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
     peak = float(smoothed[top])
     drop = peak - reward.end
     climb = peak - float(smoothed[: top + 1].min())
-    spread = _reward_spread(run)
-    noise = float(np.std(reward.values - smoothed)) * (2 / reward.window) ** 0.5
+    spread = reward_spread(run)
     # A fall counts if it is a quarter of the climb before it and of the spread within a step, and
     # beyond the curve's own noise.
-    if drop < max(0.25 * climb, 0.25 * spread, 4 * noise, 1e-9):
+    if drop < max(0.25 * climb, 0.25 * spread, 4 * reward.noise, 1e-9):
         return
     steps = find_range(reward.steps[top:], reward.values[top:] <= peak - 0.25 * drop)
     if steps is not None and steps.is_open:
@@ -380,10 +235,10 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
     changes = []
     for key in _EXPLANATIONS:
         curve = metric_curve(run.steps, key)
-        before = curve.values[curve.steps < first_step][-20:]
-        after = curve.values[curve.steps >= first_step]
-        if len(before) and len(after):
-            early, late = np.mean(before), np.mean(after)
+        early_values = curve.values[curve.steps < first_step][-20:]
+        late_values = curve.values[curve.steps >= first_step]
+        if len(early_values) and len(late_values):
+            early, late = np.mean(early_values), np.mean(late_values)
             # A ratio, since the metrics have different units; tiny values are noise.
             is_changed = max(early, late) > 1.5 * min(early, late)
             if is_changed and max(abs(early), abs(late)) > 1e-9:
@@ -393,7 +248,7 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
 
 def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
     """Yields what failed or timed out: each reward, and the environment."""
-    bound = _setting(run, "reward_pool.max_error_frac", 0.3)
+    bound = setting(run, "reward_pool.max_error_frac", 0.3)
     names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
     prefixes["the environment"] = "episode/env_"
@@ -435,7 +290,7 @@ def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
         return
     ratio = tokens.end / tokens.start
     gain = reward.end - reward.start
-    threshold = 0.25 * _reward_spread(run)
+    threshold = 0.25 * reward_spread(run)
     # Longer completions are no trouble if the reward rises with them.
     is_explosion = ratio >= 3 and gain < threshold
     if is_explosion or (ratio <= 1 / 3 and gain < -threshold):
@@ -461,7 +316,7 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
         if steps is not None:
             newest = [text[kind] for text in texts if kind in text][-1]
             yield Finding(
-                "ok" if kind == "entropy" and _is_solved(run) else "bad",
+                "ok" if kind == "entropy" and is_solved(run) else "bad",
                 title,
                 f"{newest}.",
                 step=steps.first,
@@ -472,7 +327,7 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
 def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
     entropy = metric_curve(run.steps, "loss/entropy")
     half_way = entropy.moved(0.5)
-    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or _is_solved(run):
+    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or is_solved(run):
         return
     ratio = entropy.end / entropy.start
     # Entropy falls in a healthy run too, so only a large change counts.
@@ -515,7 +370,7 @@ def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
 
 def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
     norm = metric_curve(run.steps, "optim/grad_norm")
-    bound = _setting(run, "optimizer.max_grad_norm", 1.0)
+    bound = setting(run, "optimizer.max_grad_norm", 1.0)
     if not len(norm):
         return
     # Below the bound the gradient is not even clipped. This filter is cheap; medians of the values
@@ -523,8 +378,8 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
     large = norm.values > max(bound, _SPIKE * float(np.median(norm.values)))
     spikes = []
     for index in np.flatnonzero(large):
-        before = norm.values[max(0, index - _NUM_BEFORE_SPIKE) : index]
-        if len(before) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(before):
+        recent = norm.values[max(0, index - _NUM_BEFORE_SPIKE) : index]
+        if len(recent) >= _MIN_BEFORE_SPIKE and norm.values[index] > _SPIKE * np.median(recent):
             spikes.append(int(norm.steps[index]))
     if spikes:
         yield Finding(
@@ -540,7 +395,7 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
 def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
     for index, key in enumerate((_MISMATCH_MEAN, _MISMATCH_MAX)):
         curve = metric_curve(run.steps, key)
-        limit = _setting(run, "proofs.max_mismatch", 0.0) or None
+        limit = setting(run, "proofs.max_mismatch", 0.0) or None
         scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
         bounds = np.full(len(curve), bounds_of(run.dtype, limit, scale)[index])
         # The first step has a bound of its own: there is no scale before it.
@@ -619,7 +474,7 @@ def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
         # The reward when the evaluation was at its best.
         is_before = reward.steps <= max(scores.steps[top], reward.steps[0])
         gain = reward.end - float(np.mean(reward.values[is_before][-reward.window :]))
-        if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * _reward_spread(run):
+        if drop >= max(0.05 * abs(best), noise, 1e-9) and gain >= 0.1 * reward_spread(run):
             yield Finding(
                 "warning",
                 f"evaluation {name} falls",
@@ -631,7 +486,7 @@ def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
             )
 
 
-_RULES: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
+SYMPTOMS: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
     _judge_end_state,
     _judge_proofs,
     _judge_mismatch,
@@ -648,29 +503,41 @@ _RULES: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
 )
 
 
-def _is_solved(run: RecordedRun) -> bool:
-    """Returns True if the reward has risen, is at its best, and hardly differs within a step."""
+def is_solved(run: RecordedRun) -> bool:
+    """Returns True if the reward has risen, is at its best, and hardly differs within a step.
+
+    A run in which a reward of its own fell, or which cuts its completions off, has not solved its
+    prompts.
+    """
     reward = metric_curve(run.steps, "reward/mean")
     std = metric_curve(run.steps, "reward/std")
     has_risen = reward.end - reward.start >= 0.5 * std.start > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
-    return has_risen and is_best and std.end <= 0.5 * std.start
+    is_cut_off = metric_curve(run.steps, "completion/truncated_frac").end >= 0.5
+    is_hacked = any(named.end < named.start for named in fallen_rewards(run))
+    return has_risen and is_best and std.end <= 0.5 * std.start and not is_cut_off and not is_hacked
 
 
-def _reward_spread(run: RecordedRun) -> float:
+def fallen_rewards(run: RecordedRun) -> list[Curve]:
+    """Returns the curves of the rewards that have fallen by a quarter of their spread or more."""
+    fallen = []
+    for name in matching_metrics(run.steps, r"reward/(.+)/mean"):
+        curve = metric_curve(run.steps, f"reward/{name}/mean")
+        spread = metric_curve(run.steps, f"reward/{name}/std")
+        if len(curve) >= 6 and curve.start - curve.end >= max(
+            0.25 * spread.start, 3 * curve.noise, 1e-9
+        ):
+            fallen.append(curve)
+    return fallen
+
+
+def reward_spread(run: RecordedRun) -> float:
     """Returns the standard deviation of the rewards within a step; the median over the steps."""
     std = metric_curve(run.steps, "reward/std")
     return float(np.median(std.values)) if len(std) else 0.0
 
 
-def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
-    """Returns the first group of `pattern` in each metric's name, in their order."""
-    # The newest lines name all metrics, and a long run has very many lines.
-    keys = dict.fromkeys(key for line in lines[-200:] for key in line)
-    matches = (re.fullmatch(pattern, key) for key in keys)
-    return [match[1] for match in matches if match is not None]
-
-
-def _setting(run: RecordedRun, key: str, default: float) -> float:
+def setting(run: RecordedRun, key: str, default: float) -> float:
+    """Returns a positive number of the run's config, or `default`."""
     value = run.config.get(key)
     return float(value) if isinstance(value, int | float) and value > 0 else default

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -46,10 +46,6 @@ _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
-# For those who follow a run.
-_POLL_S = 0.5
-_LOOK_AGAIN_S = 30.0
-_PAUSE_FACTOR = 10.0
 _CLOCK_SKEW_S = 5.0  # between a file's time and the clock of another host
 _EXIT_S = 30.0  # that a process may hold the folder after it wrote the end of its launch
 
@@ -355,37 +351,6 @@ def _is_locked(path: Path) -> bool:
                 return any(file.exists() and file.samefile(path) for file in descriptors)
             return True  # another user's process: the number must do
     return False
-
-
-def file_sizes(folders: Sequence[Path]) -> list[int]:
-    """Returns the sizes of the files that grow while a run goes on."""
-    names = ("metrics.jsonl", "launches.jsonl")
-    return [file_size(folder / name) for folder in folders for name in names]
-
-
-def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
-    """Yields at once, and again whenever `look` returns something new, at the earliest `min_age_s`
-    later.
-
-    Yields sometimes in any case, because a killed run writes nothing. What the caller does in
-    between takes at most a tenth of the time: the machine may be training.
-    """
-    while True:
-        begin = time.monotonic()
-        before = look()
-        yield
-        earliest = begin + max(min_age_s, _PAUSE_FACTOR * (time.monotonic() - begin))
-        while time.monotonic() < earliest or (
-            look() == before and time.monotonic() < begin + _LOOK_AGAIN_S
-        ):
-            time.sleep(_POLL_S)
-
-
-def file_size(path: Path) -> int:
-    """Returns 0 for a file that is gone."""
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0
 
 
 def _written_s(lines: Sequence[Mapping[str, Any]]) -> float | None:

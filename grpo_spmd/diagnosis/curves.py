@@ -1,0 +1,121 @@
+"""Curves of a run's metrics: their levels at both ends, and the steps at which something holds.
+
+Pure. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
+Steps = npt.NDArray[np.int64]
+Metrics = Sequence[Mapping[str, Any]]  # lines of metrics.jsonl
+
+_MIN_STEPS = 3  # in a row, more or less, before something is more than a hiccup
+_MAX_LEVEL_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A metric at the steps where it is known, in ascending order.
+
+    An unknown metric has an empty curve. Its levels are NaN, so no comparison with them holds.
+    """
+
+    key: str
+    steps: Steps
+    values: Floats
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def window(self) -> int:
+        """Number of steps that make up a level: a tenth of the curve."""
+        return min(max(len(self) // 10, min(3, len(self))), _MAX_LEVEL_STEPS)
+
+    @property
+    def start(self) -> float:
+        """The level at the beginning."""
+        return float(np.median(self.values[: self.window])) if len(self) else math.nan
+
+    @property
+    def end(self) -> float:
+        """The level at the end."""
+        return float(np.median(self.values[-self.window :])) if len(self) else math.nan
+
+    @property
+    def smoothed(self) -> Floats:
+        """Means over `window` values around each value."""
+        if not len(self):
+            return self.values
+        # At both ends a window is shorter.
+        window = np.ones(self.window)
+        sizes = np.convolve(np.ones(len(self)), window, "same")
+        means: Floats = np.convolve(self.values, window, "same") / sizes
+        return means
+
+    @property
+    def noise(self) -> float:
+        """The standard error of the difference of two levels, by the scatter around `smoothed`."""
+        if not len(self):
+            return math.nan
+        return float(np.std(self.values - self.smoothed)) * math.sqrt(2 / self.window)
+
+    def moved(self, frac: float = 0.25) -> StepRange | None:
+        """Returns the steps since which the metric is `frac` of the way from start to end."""
+        bound = self.start + frac * (self.end - self.start)
+        is_beyond = self.values >= bound if self.end > self.start else self.values <= bound
+        return find_range(self.steps, is_beyond)
+
+
+class StepRange(NamedTuple):
+    """Steps at nearly all of which a condition held."""
+
+    first: int
+    last: int
+    is_open: bool  # up to the end of the curve
+
+    def __str__(self) -> str:
+        end = f"from step {self.first} to {self.last}"
+        return f"since step {self.first}" if self.is_open else end
+
+
+def metric_curve(lines: Metrics, key: str) -> Curve:
+    rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
+    points = np.array(rows, np.float64).reshape(-1, 2)
+    return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
+
+
+def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
+    """Returns the steps at which `holds` is mostly true.
+
+    That is the end of the curve with the largest majority of true over false, or else such a range
+    in the middle. Returns None for fewer than three (or than all, in a short curve).
+    """
+    # A majority, so that single steps against it do not end the range. `gains` has the largest
+    # majority of a range that ends at each step (Kadane's algorithm).
+    sums = np.concatenate([[0], np.cumsum(np.where(holds, 1, -1))])
+    gains = sums[1:] - np.minimum.accumulate(sums[:-1])
+    is_open = bool(gains[-1:].max(initial=0) >= min(_MIN_STEPS, len(gains)) > 0)
+    if not is_open and gains.max(initial=0) < _MIN_STEPS:
+        return None
+    end = len(gains) - 1 if is_open else int(np.argmax(gains))
+    # The shorter one of equal ranges.
+    begin = int(np.flatnonzero(sums[: end + 1] == sums[: end + 1].min())[-1])
+    return StepRange(int(steps[begin]), int(steps[end]), is_open)
+
+
+def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
+    """Returns the first group of `pattern` in each metric's name, in their order."""
+    # The newest lines name all metrics, and a long run has very many lines.
+    keys = dict.fromkeys(key for line in lines[-200:] for key in line)
+    matches = (re.fullmatch(pattern, key) for key in keys)
+    return [match[1] for match in matches if match is not None]

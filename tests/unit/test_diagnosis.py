@@ -1,0 +1,301 @@
+"""The diagnosis names the cause of a planted trouble, tells its symptoms with it, and stays silent
+about a healthy run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_spmd.diagnosis.findings import list_findings, summary_lines
+from grpo_spmd.diagnosis.results import Finding
+from grpo_spmd.diagnosis.run import read_run
+from tests.support.reported import LAUNCH, dump, healthy, make_run, record, step_of
+
+Line = dict[str, Any]
+NUM_STEPS = 60
+CONFIG = "run_dir: r\nmodel: {path: m, dtype: bfloat16}\noptimizer: {lr: 0.1}\n"
+
+
+def diagnose(folder: Path, lines: list[Line], config: str = CONFIG) -> dict[str, Finding]:
+    run = read_run(make_run(folder, lines, config=config))
+    return {finding.title: finding for finding in list_findings(run)}
+
+
+def changed(change: Callable[[Line, float], None], start: int = 1) -> list[Line]:
+    """Lines of a healthy run, changed from `start` on; the change gets the share of the run."""
+    lines = healthy(NUM_STEPS)
+    for line in lines[start - 1 :]:
+        change(line, line["step"] / NUM_STEPS)
+    return lines
+
+
+def test_symptoms_since_the_first_update_are_the_learning_rate(tmp_path: Path) -> None:
+    def leap(line: Line, share: float) -> None:
+        line |= {
+            "reward/mean": 0.0,
+            "completion/truncated_frac": 1.0,
+            "loss/entropy": 5.0,
+            "reward/zero_std_groups_frac": 1.0,
+        }
+
+    findings = diagnose(tmp_path, changed(leap, start=2))
+    assert [*findings] == ["the learning rate is too high"]
+    finding = findings["the learning rate is too high"]
+    assert (finding.level, finding.step) == ("bad", 2)
+    assert "optimizer.lr=0.01 (it is 0.1)" in finding.text
+    for evidence in ("loss/entropy 0.", "-> 5", "completions are cut off", "groups are alike"):
+        assert evidence in finding.text
+    # The same in the middle of a run is not blamed on the first updates.
+    late = diagnose(tmp_path / "late", changed(leap, start=30))
+    assert "the learning rate is too high" not in late
+    assert late["the reward falls"].level == "bad"
+
+
+def test_completions_that_were_cut_off_from_the_start_do_not_blame_the_learning_rate(
+    tmp_path: Path,
+) -> None:
+    findings = diagnose(
+        tmp_path, changed(lambda line, share: line.update({"completion/truncated_frac": 0.97}))
+    )
+    assert [*findings] == ["completions are cut off"]
+
+
+def hack(line: Line, share: float) -> None:
+    line |= {
+        "reward/mean": 0.3 + 1.5 * share,
+        "reward/correct/mean": max(0.0, 0.3 - 0.3 * share),
+        "reward/correct/std": 0.4,
+        "reward/long/mean": 1.5 * share,
+        "reward/long/std": 0.4,
+    }
+
+
+def test_a_named_reward_that_falls_while_the_sum_rises_is_reward_hacking(tmp_path: Path) -> None:
+    findings = diagnose(tmp_path, changed(hack))
+    (finding,) = findings.values()
+    assert (finding.level, finding.title) == ("bad", "correct falls while the reward rises")
+    assert "mostly by long" in finding.text
+
+    def together(line: Line, share: float) -> None:
+        hack(line, share)
+        line["reward/correct/mean"] = 0.3 + 0.3 * share
+
+    assert [*diagnose(tmp_path / "together", changed(together))] == ["nothing stands out"]
+
+
+def test_a_ruined_run_is_not_praised(tmp_path: Path) -> None:
+    """N3: the sum is at its best and hardly differs, and what it should measure has fallen."""
+
+    def ruin(line: Line, share: float) -> None:
+        hack(line, share)
+        line |= {
+            "reward/std": 0.45 * (1 - share),
+            "reward/zero_std_groups_frac": 0.2 + 0.8 * share,
+            "completion/truncated_frac": share,
+        }
+
+    findings = diagnose(tmp_path, changed(ruin))
+    assert "the prompts are nearly solved" not in findings
+    assert findings["correct falls while the reward rises"].level == "bad"
+    assert findings["completions are cut off"].level == "bad"
+
+
+SINGLE_CAUSES: dict[str, tuple[Callable[[Line, float], None], str, str]] = {
+    "the reward never differs": (
+        lambda line, share: line.update(
+            {"reward/mean": 0.5, "reward/std": 0.0, "reward/zero_std_groups_frac": 1.0}
+        ),
+        "bad",
+        "groups are alike",
+    ),
+    "each prompt's rewards are all alike": (
+        lambda line, share: line.update({"reward/zero_std_groups_frac": 1.0}),
+        "bad",
+        "groups are alike",
+    ),
+    "the learning rate is 0": (lambda line, share: line.update({"optim/lr": 0.0}), "bad", ""),
+    "the teacher teaches nothing": (
+        lambda line, share: line.update({"teacher/kl": 1e-7}),
+        "warning",
+        "",
+    ),
+    "the policy moves away from its teacher": (
+        lambda line, share: line.update({"teacher/kl": 0.1 + share}),
+        "warning",
+        "",
+    ),
+    "the critic explains nothing": (
+        lambda line, share: line.update({"critic/explained_variance": 0.01, "critic/loss": 1.0}),
+        "warning",
+        "",
+    ),
+    "steps wait for checkpoints": (
+        lambda line, share: line.update({"time/checkpoint_s": 40.0}),
+        "warning",
+        "",
+    ),
+    "the environment or a tool is slow": (
+        lambda line, share: line.update(
+            {
+                "environment/call_s_p95": 8.0,
+                "episode/turns_mean": 4.0,
+                "time/rollout_s": 30.0,
+                "rollout/tail_waste_frac": 0.5,
+            }
+        ),
+        "warning",
+        "ranks wait",
+    ),
+    "most tokens are clipped": (
+        lambda line, share: line.update({"loss/clip_frac": 0.7}),
+        "warning",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("title", SINGLE_CAUSES)
+def test_a_cause_is_named_alone_and_tells_its_symptom(title: str, tmp_path: Path) -> None:
+    change, level, symptom = SINGLE_CAUSES[title]
+    findings = diagnose(tmp_path, changed(change))
+    assert [*findings] == [title]
+    assert findings[title].level == level
+    assert symptom in findings[title].text
+
+
+@pytest.mark.parametrize(
+    ("metric", "value"),
+    [
+        ("optim/lr", 1e-6),
+        ("teacher/kl", 0.2),
+        ("critic/explained_variance", 0.4),
+        ("time/checkpoint_s", 5.0),
+        ("loss/clip_frac", 0.02),
+    ],
+)
+def test_a_healthy_figure_is_no_finding(metric: str, value: float, tmp_path: Path) -> None:
+    lines = changed(lambda line, share: line.update({metric: value}))
+    assert [*diagnose(tmp_path, lines)] == ["nothing stands out"]
+
+
+def write_timeline(folder: Path, slow_rank: int | None, reward_s: float = 1.0) -> None:
+    """Three ranks that leave the reward together; one may sample for longer."""
+    lines = []
+    for step in range(1, 13):
+        spans = []
+        for rank in range(3):
+            # Without a slow rank each is the slowest in its turn.
+            is_slow = rank == (step % 3 if slow_rank is None else slow_rank)
+            end_s = 6.0 if is_slow else 2.0
+            reward = ["reward", end_s, 6.0 + reward_s, 1.0, None]
+            spans.append([["rollout", 0.0, end_s, 1.0, end_s], reward])
+        lines.append(
+            {"step": step, "unix_s": 1.0, "world_size": 3, "ranks": [0, 1, 2], "spans": spans}
+        )
+    (folder / "timeline.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.mark.parametrize("slow_rank", [0, 2])
+def test_a_slow_rank_is_named_with_its_phase(slow_rank: int, tmp_path: Path) -> None:
+    make_run(tmp_path, healthy(12))
+    write_timeline(tmp_path, slow_rank)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert finding.title == f"rank {slow_rank} is slow"
+    assert "in 12 of the last 12 steps, mostly in rollout" in finding.text
+    # 4 of the 7 seconds of each step
+    assert "costs 57% of the time" in finding.text
+
+
+def test_ranks_that_are_slow_in_turn_and_those_that_wait_for_them_are_no_finding(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, healthy(12))
+    # Two of three ranks wait 4 seconds of each step in their reward phase.
+    write_timeline(tmp_path, slow_rank=None)
+    assert [result.title for result in list_findings(read_run(tmp_path))] == ["nothing stands out"]
+    write_timeline(tmp_path, slow_rank=None, reward_s=20.0)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert finding.title == "steps wait for rewards"
+    assert "Rewards take 77% of the last 12 steps" in finding.text
+
+
+def test_a_reward_that_follows_the_length(tmp_path: Path) -> None:
+    lines = changed(lambda line, share: line.update({"completion/tokens_mean": 500 * (1 + share)}))
+    make_run(tmp_path, lines, config=CONFIG)
+    rollouts = [
+        record(NUM_STEPS, position, sample, "x" * (10 + 7 * sample), reward=0.1 * sample)
+        for position in range(12)
+        for sample in range(4)
+    ]
+    dump(tmp_path, NUM_STEPS, rollouts)
+    titles = {finding.title for finding in list_findings(read_run(tmp_path))}
+    assert "the reward follows the length" in titles
+    dump(tmp_path, NUM_STEPS, step_of(NUM_STEPS, num_groups=12))
+    titles = {finding.title for finding in list_findings(read_run(tmp_path))}
+    assert "the reward follows the length" not in titles
+
+
+def test_a_token_that_ends_turns_and_no_completion(tmp_path: Path) -> None:
+    make_run(
+        tmp_path,
+        changed(lambda line, share: line.update({"completion/truncated_frac": 1.0})),
+        config=CONFIG,
+    )
+    tokens = [
+        {"id": 1, "content": "<eos>", "special": True},
+        {"id": 2, "content": "<|im_end|>", "special": True},
+    ]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    for ids, is_expected in (([70, 2, 71, 72], True), ([70, 73, 71, 72], False)):
+        rollouts = [
+            record(1, position, sample, "text", completion_ids=ids, finish_reason="length")
+            for position in range(3)
+            for sample in range(4)
+        ]
+        dump(tmp_path, 1, rollouts)
+        findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
+        assert ("'<|im_end|>' does not end a completion" in findings) == is_expected
+        # The symptom is told by itself only where the cause is not known.
+        assert ("completions are cut off" in findings) != is_expected
+
+
+def test_prompts_that_repeat_and_one_text_for_all(tmp_path: Path) -> None:
+    make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
+    rollouts = [
+        record(1, position, sample, "yes", row=position, prompt=f"question {position % 4}")
+        for position in range(12)
+        for sample in range(4)
+    ]
+    dump(tmp_path, 1, rollouts)
+    findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
+    assert {"the data repeats itself", "all completions are one text"} == findings.keys()
+    assert "Of 12 rows in the dumps 8" in findings["the data repeats itself"].text
+
+
+def test_an_evaluation_set_that_is_the_training_set(tmp_path: Path) -> None:
+    config = f"{CONFIG}data: {{train: a.jsonl, eval: {{held: a.jsonl, new: b.jsonl}}}}\n"
+    assert [*diagnose(tmp_path, healthy(NUM_STEPS), config)] == ["data.eval.held is data.train"]
+
+
+def test_hostile_dumps_and_timelines_cost_nothing_but_their_rules(tmp_path: Path) -> None:
+    make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
+    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts/step_000001.jsonl").write_text('{"position": []}\n\x00\n{}\n')
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [[], {"id": "x"}]}')
+    (tmp_path / "timeline.jsonl").write_text('{"step": 1, "ranks": [0, 1], "spans": [[]]}\nnull\n')
+    assert [finding.title for finding in list_findings(read_run(tmp_path))] == [
+        "nothing stands out"
+    ]
+
+
+def test_the_console_gets_the_worst_findings_or_the_good_news(tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path, changed(hack), config=CONFIG, launch=LAUNCH))
+    (line,) = summary_lines(run)
+    assert line.startswith("correct falls while the reward rises (from step ")
+    run = read_run(make_run(tmp_path / "well", healthy(NUM_STEPS)))
+    (line,) = summary_lines(run)
+    assert line.startswith("nothing stands out: 60 steps: rewards, lengths, entropy")
