@@ -455,6 +455,7 @@ def open_environments(
         limits,
         log_file if has_episodes else None,
         check,
+        secrets=config.secret_variables,
     )
 
 

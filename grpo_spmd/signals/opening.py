@@ -57,7 +57,13 @@ def open_rewards(
     check = preemption.check_scoring
     ranks = session.rank, session.world_size
     pool = RewardPool(
-        functions, config.reward_pool, log_file, columns=inputs.columns, check=check, ranks=ranks
+        functions,
+        config.reward_pool,
+        log_file,
+        columns=inputs.columns,
+        check=check,
+        ranks=ranks,
+        secrets=config.secret_variables,
     )
     score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
     if environments is None:

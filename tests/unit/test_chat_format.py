@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import regex
+import regex  # type: ignore[import-untyped]
 import transformers
 import yaml
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers

@@ -427,6 +427,5 @@ def test_a_completion_cannot_begin_another_turn(tmp_path: Path, case: str) -> No
         return [token for token in ids if token in special]
 
     assert markup(read(forged)) == markup(read("harmless"))
-    if case == "chat":  # a policy's thinking stays the tokens that reward models know
-        thought = markup(read("<think>\nhm\n</think>\n\nyes"))
-        assert len(thought) == len(markup(read("harmless"))) + 2
+    if case == "chat":  # the template writes thinking with the tokens that reward models know
+        assert markup(read("<think>\nhm\n</think>\n\nyes")) == markup(read("harmless"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -90,18 +91,30 @@ class RewardPool(ProcessPool):
         columns: Collection[str] = (),
         check: Callable[[], None] = lambda: None,
         ranks: tuple[int, int] = (0, 1),
+        secrets: Collection[str] = (),
     ) -> None:
         """Starts the nursery, which imports the rewards; `load_rewards` has checked them.
 
         What reward functions print goes to `log_file`; the file and its folder are made at the
         first scoring. `columns` are all columns of the data sets: a row that lacks one passes None
         for it. `check` is called twice a second during scoring; an exception from it ends the
-        scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls.
+        scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls. `secrets`
+        is as in ProcessPool.
         """
         allow_workers(pool.num_workers, "reward_pool.num_workers")
-        setup = {"timeout_s": pool.timeout_s}
+        # Servers are asked with secrets that the functions beside them do not inherit.
+        names = {name for reward in rewards for name in reward.headers_env.values()}
+        setup = {
+            "timeout_s": pool.timeout_s,
+            "secrets": {name: os.environ[name] for name in names if name in os.environ},
+        }
         super().__init__(
-            "grpo_spmd.rewards.pool.worker", setup, rewards, log_file=log_file, check=check
+            "grpo_spmd.rewards.pool.worker",
+            setup,
+            rewards,
+            log_file=log_file,
+            check=check,
+            secrets={*secrets, *names},
         )
         self._pool = pool
         self._columns = tuple(columns)
