@@ -399,7 +399,12 @@ def test_announced_bodies_take_no_room_and_strangers_have_a_bound(
             connection.sendall(announced + b"\r\n\r\n")
         time.sleep(0.2)
         # What has come is counted: a megabyte for all, of which the second of these has no more.
-        threading.Timer(0.3, lambda: [echo(endpoint, call) for call in endpoint.take()]).start()
+
+        def echo_all() -> None:
+            for call in endpoint.take():
+                echo(endpoint, call)
+
+        threading.Timer(0.3, echo_all).start()
         assert ask(opened["base_url"], head + b"\r\n\r\n" + body)[0] == 200
         for connection in silent[:2]:
             with suppress(ConnectionError):  # refused while it sends
