@@ -213,6 +213,15 @@ _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _FileName = Annotated[str, Meta(pattern=r"\A[^/\\\0]+\.safetensors\Z")]
 _Empty = Annotated[list[Any], Meta(max_length=0)] | Annotated[dict[str, Any], Meta(max_length=0)]
 # The trainer's state in a checkpoint.
+
+
+class _UpdateCounts(TypedDict):
+    """What a critic has counted."""
+
+    num_updates: _Count
+    skipped_in_a_row: _Count
+
+
 TRAINER = {
     **dict.fromkeys(
         ("step", "position", "num_updates", "skipped_in_a_row", "num_completions", "num_tokens"),
@@ -225,7 +234,7 @@ TRAINER = {
     "model_fingerprint": _Digest,
     "data_fingerprint": _Digest,
     "contents": dict[str, _Digest] | None,
-    "critic": dict[str, _Count] | None,
+    "critic": _UpdateCounts | None,
     "waiting": Annotated[list[_Count], Meta(max_length=2**20)],
     "mismatch_scale": tuple[_Small, _Small] | None,
 }

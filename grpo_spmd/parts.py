@@ -467,6 +467,7 @@ def open_environments(
         limits,
         log_file if has_episodes else None,
         check,
+        secrets=config.secret_variables,
     )
 
 

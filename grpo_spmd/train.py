@@ -13,13 +13,12 @@ import os
 import shutil
 import signal
 
-import yaml
-
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.inputs import check_inputs
+from grpo_spmd.checks.trials import try_and_tell
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
-from grpo_spmd.config.describe import config_to_dict, describe_keys
-from grpo_spmd.config.errors import ConfigError, refuse
+from grpo_spmd.config.describe import describe_keys
+from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -45,7 +44,11 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--config", required=True, help="YAML file; configs/ has examples")
-    add("--check", action="store_true", help="check config and data, print the config, and stop")
+    add(
+        "--check",
+        action="store_true",
+        help="check config, data and users' code, say what was checked, and stop",
+    )
     add(
         "--explain",
         action="store_true",
@@ -56,13 +59,13 @@ def main() -> None:
         "--ranks",
         type=int,
         metavar="N",
-        help="number of ranks to explain (default: WORLD_SIZE, else 1)",
+        help="number of ranks to check or explain (default: WORLD_SIZE, else 1)",
     )
     add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
     args = parser.parse()
     args.explain |= args.all
-    if args.ranks is not None and (args.ranks < 1 or not args.explain):
-        parser.error("--ranks is a number from 1 on, and goes with --explain")
+    if args.ranks is not None and (args.ranks < 1 or not (args.explain or args.check)):
+        parser.error("--ranks is a number from 1 on, and goes with --check or --explain")
     try:
         num_ranks = number_of_ranks(args.ranks)
         config, sources = load_config_with_sources(
@@ -70,6 +73,8 @@ def main() -> None:
         )
         interrupt.set_run_dir(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
+        if not args.explain:
+            summary = try_and_tell(config, inputs, show if args.check else say)
     except ConfigError as error:
         refuse(error)
     if args.explain:
@@ -79,7 +84,7 @@ def main() -> None:
         show("\n".join(lines))
         return
     if args.check:
-        show(yaml.safe_dump(config_to_dict(config), sort_keys=False).rstrip())
+        show(summary)
         return
 
     prepare_torch()

@@ -21,8 +21,13 @@ fi
 
 say() { echo "node.sh: $(date '+%F %T') node $PET_NODE_RANK: $*"; }
 # One line and exit code 2 for a bad config, before a rank is started.
-resolved=$(WORLD_SIZE=$((PET_NNODES * PET_NPROC_PER_NODE)) python -m grpo_spmd.train --check --config "$config" checkpoint.resume=auto "$@")
-run_dir=$(python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run_dir"])' <<<"$resolved")
+WORLD_SIZE=$((PET_NNODES * PET_NPROC_PER_NODE)) python -m grpo_spmd.train --check --config "$config" checkpoint.resume=auto "$@"
+run_dir=$(python -c 'import sys, yaml
+tree = yaml.safe_load(open(sys.argv[1]))
+for word in sys.argv[2:]:
+    name, _, value = word.partition("=")
+    tree[name] = yaml.safe_load(value) if name == "run_dir" else tree.get(name)
+print(tree["run_dir"])' "$config" "$@")
 if [ "$PET_NODE_RANK" = 0 ]; then rm -f "$run_dir/preempted.json"; fi  # of the last start
 # A run that has begun goes on from its newest checkpoint; a new one may start from the one that `checkpoint.resume=FOLDER` names.
 arguments=(checkpoint.resume=auto "$@")

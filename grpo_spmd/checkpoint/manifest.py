@@ -28,6 +28,7 @@ TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "wo
             "model_fingerprint", "data_fingerprint")  # fmt: skip
 # The format of checkpoints. A higher one was written by a later grpo_spmd and is refused.
 FORMAT = 1
+_MAX_UPDATES_A_STEP = 2**20
 
 
 class CheckpointError(RuntimeError):
@@ -79,6 +80,13 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     replicas = trainer.get("config", {}).get("model.num_replicas", 1)
     if type(replicas) is not int or not 1 <= replicas <= trainer.get("world_size", 1):
         raise CheckpointError(f"{key}: model.num_replicas is {replicas!r}, which no run had")
+    # so that the counts of later steps stay within the bounds of numbers, too
+    for counts in (trainer, trainer.get("critic") or {}):
+        if counts.get("num_updates", 0) > trainer["step"] * _MAX_UPDATES_A_STEP:
+            raise CheckpointError(
+                f"{key}: {counts['num_updates']} updates in {trainer['step']} steps, which no run "
+                "makes"
+            )
     # a folder that somebody renamed would give the run another step
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:

@@ -207,6 +207,12 @@ def load_state(
         models.append(("critic_", critic.trained_parameters(), critic, trainer["critic"]))
         prefixes = ("policy.", "critic.")
     for prefix, parameters, model, counts in models:
+        with_moments = [name for name in parameters if f"{prefix}exp_avg.{name}" in stored]
+        for name in parameters.keys() - with_moments if with_moments else ():
+            raise ConfigError(
+                f"checkpoint.resume: {folder} is damaged: it lacks {prefix}exp_avg.{name}, and has "
+                "those of other tensors; name an earlier checkpoint, or start a new run_dir"
+            )
         for name, parameter in parameters.items():
             # `dcp.load` fills only tensors that exist
             if f"{prefix}exp_avg.{name}" in stored:

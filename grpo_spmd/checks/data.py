@@ -10,6 +10,8 @@ import functools
 import heapq
 import json
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from grpo_spmd.files import open_regular, read_json
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
+_NUM_VIEWED = 20  # longest rows, of which the longest prompt's tokens are counted
 _NUM_TOKENIZED = 100  # rows that are tokenized even if they are short
 
 
@@ -56,6 +59,74 @@ def check_prompts_early(
         # As transformers does.
         tokenizer.add_special_tokens(list(_special_tokens(settings or {}).values()))
         _check_sample(sample(rows), config, tokenizer, render, num_embeddings)
+
+
+@dataclass(frozen=True)
+class PromptView:
+    """The first prompt as the model sees it. Numbers are 0 where the tokenizer is not read here."""
+
+    text: str
+    num_tokens: int = 0
+    shortest: int = 0
+    """The fewest tokens of the shortest prompts by characters."""
+    longest: int = 0
+    """The most tokens of the longest prompts by characters."""
+    has_template: bool | None = None
+    """Whether the model has a chat template; None if it is not known here."""
+    problem: str = ""
+    """Why the chat template fails for the first prompt."""
+
+
+def view_prompts(rows: Sequence[PromptRow], folder: Path | None) -> PromptView:
+    """Returns what the model in `folder` sees of the prompts. `check_prompts_early` has passed."""
+    prompt = rows[0].prompt
+    plain_text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
+    settings = None if folder is None else tokenizer_settings(folder)
+    if folder is None or settings is None:
+        return PromptView(plain_text)
+    template = template_of(folder, settings)
+    render = None if template is None else renderer(template, settings)
+    has_template = template is not None or (any(folder.glob("*chat_template*")) and None)
+
+    def text_of(prompt: str | Messages) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return plain_text if render is None else render(prompt)
+
+    try:
+        text = text_of(prompt)
+    except Exception as error:  # a template may fail in any way
+        problem = f"{type(error).__name__}: {error}"
+        return PromptView(plain_text, has_template=has_template, problem=problem)
+    file = folder / "tokenizer.json"
+    if not file.is_file() or (render is None and not isinstance(prompt, str)):
+        return PromptView(text, has_template=has_template)
+    tokenizer = load_tokenizer_file(file)
+    tokenizer.add_special_tokens(list(_special_tokens(settings).values()))
+
+    def count(indices: Iterable[int]) -> list[int]:
+        counts = []
+        for index in indices:
+            prompt = rows[index].prompt
+            # The run reports with its row what a template refuses.
+            with suppress(Exception):
+                encoding = tokenizer.encode(
+                    text_of(prompt), add_special_tokens=isinstance(prompt, str)
+                )
+                counts.append(len(encoding.ids))
+        return counts
+
+    sizes = overview_of(rows).sizes
+    num_tokens = max(count([0]), default=0)
+    shortest = count(heapq.nsmallest(_NUM_VIEWED, range(len(rows)), sizes.__getitem__))
+    longest = count(heapq.nlargest(_NUM_VIEWED, range(len(rows)), sizes.__getitem__))
+    return PromptView(
+        text,
+        num_tokens,
+        shortest=min(shortest, default=num_tokens),
+        longest=max(longest, default=num_tokens),
+        has_template=has_template,
+    )
 
 
 def _check_sample(

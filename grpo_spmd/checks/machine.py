@@ -155,6 +155,14 @@ def check_run_dir(config: Config) -> None:
     checkpoint of the same run.
     """
     run_dir, resume = Path(config.run_dir), config.checkpoint.resume
+    if run_dir.resolve() == Path("/"):
+        raise ConfigError("run_dir: / is the root of all folders; a run has a folder of its own")
+    for folder in (run_dir, *run_dir.parents):
+        if folder.is_symlink() and not folder.exists():
+            raise ConfigError(
+                f"run_dir: {folder} is a link to {os.readlink(folder)}, which is not there; make "
+                "that folder, or remove the link"
+            )
     existing = next((path for path in (run_dir, *run_dir.parents) if path.exists()), Path())
     if not existing.is_dir():
         raise ConfigError(f"run_dir: {existing} is not a folder")

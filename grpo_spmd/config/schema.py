@@ -40,6 +40,8 @@ VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
+# Clocks of the system overflow beyond some hundred days.
+Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
@@ -155,7 +157,7 @@ class RolloutConfig:
     max_completion_tokens: PositiveInt = 1024
     """most tokens of a completion"""
     # vLLM silently samples at 0.01 where less is asked for.
-    temperature: Annotated[float, Meta(ge=0.01)] = 1.0
+    temperature: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """sampling temperature; the policy's logprobs are computed at the same one"""
     tensor_parallel_size: PositiveInt | Literal["auto"] = "auto"
     """ranks that share one engine. auto: the fewest of 1, 2, 4 and 8 with which the engine fits by
@@ -221,11 +223,11 @@ class RewardConfig:
     model: FilePath | None = None
     """folder or hub id of a reward model: a decoder (qwen3, llama, ...) with a sequence
     classification head"""
-    weight: float = 1.0
+    weight: Annotated[float, Meta(ge=-1e6, le=1e6)] = 1.0
     """factor of this reward in the sum"""
     args: dict[str, Any] = _no_entries()
     """further keyword arguments of the function, or further fields of the JSON sent to a url"""
-    timeout_s: PositiveFloat | None = None
+    timeout_s: Seconds | None = None
     """seconds for one completion, with all requests and the pauses between them; for a function or
     a url; null: reward_pool.timeout_s"""
     max_concurrent: PositiveInt | None = None
@@ -303,7 +305,7 @@ class RewardPoolConfig:
 
     num_workers: Annotated[int, Meta(ge=1, le=4096)] = 4
     """processes on each rank that compute rewards"""
-    timeout_s: PositiveFloat = 10.0
+    timeout_s: Seconds = 10.0
     """seconds for scoring one completion; after that its process is killed"""
     max_error_frac: Annotated[float, Meta(gt=0, le=1)] = 0.3
     """fraction of a step's completions without a usable reward at which the run stops"""
@@ -329,9 +331,9 @@ class EnvironmentConfig:
     max_tokens: PositiveInt | None = None
     """most tokens of an episode after its prompt, sampled and environment tokens together; null:
     rollout.max_completion_tokens, which also bounds each turn"""
-    call_timeout_s: PositiveFloat = 30.0
+    call_timeout_s: Seconds = 30.0
     """seconds for one call of an environment; after that it is killed"""
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Seconds = 600.0
     """seconds for all calls of one episode together, without the time in the engine"""
     history: Literal["append", "fork"] = "append"
     """what happens if the chat template rewrites earlier turns. append: the context keeps them as
@@ -378,7 +380,7 @@ class TeacherConfig:
     """column with another prompt for the teacher, e.g. one that includes the solution"""
     model: str | None = None
     """name of the model at the server; null: the only one it has"""
-    timeout_s: PositiveFloat = 120.0
+    timeout_s: Seconds = 120.0
     """seconds for one context at a url, with all requests and the pauses between them"""
     max_concurrent: PositiveInt = 64
     """most requests to a url at one time, over all ranks"""
@@ -539,7 +541,7 @@ class TrainingConfig:
     max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not
     finite"""
-    max_time_s: PositiveFloat | None = None
+    max_time_s: Seconds | None = None
     """seconds after which the run saves and ends as preempted; null: when the Slurm job's time ends
     """
 
@@ -612,9 +614,9 @@ class CheckpointConfig:
 class WatchdogConfig:
     """Section `watchdog`: time limits of the phases."""
 
-    timeout_s: PositiveFloat = 1800.0
+    timeout_s: Seconds = 1800.0
     """seconds in one phase after which the run stops with a report of where each rank is"""
-    phase_timeouts_s: dict[str, PositiveFloat] = _no_entries()
+    phase_timeouts_s: dict[str, Seconds] = _no_entries()
     """limits for single phases: {rollout: 3600}; the limit for start grows by 10 s for each rank
     after the 8th"""
 
@@ -627,7 +629,7 @@ class EvalConfig:
     """evaluate before training, after each N-th step and after the last; 0: never"""
     num_samples: PositiveInt = 4
     """completions for each prompt"""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """sampling temperature of the evaluation; 0: greedy"""
 
 
@@ -712,6 +714,12 @@ class Config:
         """Most tokens of a micro-batch; while that is auto, the most that it can become."""
         is_auto = self.training.max_tokens_per_micro_batch == "auto"
         return max(self.training.micro_batch_tokens, is_auto * self.max_rollout_tokens)
+
+    @property
+    def secret_variables(self) -> set[str]:
+        """Environment variables with secrets that `headers_env` names."""
+        mappings = [self.teacher.headers_env, *(reward.headers_env for reward in self.rewards)]
+        return {variable for headers_env in mappings for variable in headers_env.values()}
 
     @property
     def max_rollout_tokens(self) -> int:

@@ -5,7 +5,8 @@ with a blob of bytes, integer arrays and JSON. Its name is a *fingerprint*, a di
 Nothing in an entry is executed. Beside each file lies a *note*, which has the file's `stamp` as it
 was when the entry was complete. An entry whose file has another stamp, or no note, was changed by
 somebody, and is made again. Folders must be on a disk of the node: a file that is mapped from
-another host disappears, and the rank crashes, when somebody removes it there. Where no folder takes
+another host disappears, and the rank crashes, when somebody removes it there. So do all ranks of a
+node with SIGBUS where somebody cuts a file short that they have mapped: only this user can. Where no folder takes
 an entry, each rank keeps its own in memory.
 """
 
@@ -169,7 +170,7 @@ def _find(folders: list[Path], name: str) -> Entry | None:
             suppress(OSError, UntrustedError),
             open_regular(folder / name) as file,
         ):
-            if _read_note(folder, name, os.fstat(file.fileno())) is not None:
+            if read_note(folder, name, os.fstat(file.fileno())) is not None:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 # The note's time is the time of the last use.
                 os.utime(folder / f"{name}.note")
@@ -193,7 +194,7 @@ def _make_on_disk(
             _sweep(folder)
             _replace_file(folder, name, lambda file: _write_entry(file, make))
             # The rename changes the stamp, so the note comes after it.
-            _write_note(folder, name, os.stat(folder / name), "")
+            write_note(folder, name, os.stat(folder / name), "")
         except OSError as error:
             failures.append(f"{folder}: {error.strerror or error}")
             continue
@@ -256,13 +257,13 @@ def digest_of(path: Path) -> str:
         start = time.time()
         folders = cache_folders() if state.st_size >= SMALL else []
         name = f"digest-{_hex_digest(os.fsencode(os.path.realpath(path)), 40)}"
-        digest = _read_note(folders[0], name, state) if folders else None
+        digest = read_note(folders[0], name, state) if folders else None
         if digest is None:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             is_settled = start - max(state.st_mtime, state.st_ctime) > _RECENT_S
             if folders and is_settled and stamp(os.fstat(file.fileno())) == stamp(state):
                 with suppress(OSError):
-                    _write_note(folders[0], name, state, digest)
+                    write_note(folders[0], name, state, digest)
         return digest
 
 
@@ -273,7 +274,7 @@ def stamp(state: os.stat_result) -> list[int]:
     return [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
-def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
+def read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
     """Returns the text of the note `name` if it is about a file with the stamp of `state`."""
     try:
         with open_regular(folder / f"{name}.note") as file:
@@ -283,7 +284,8 @@ def _read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
     return text if noted_stamp == stamp(state) and isinstance(text, str) else None
 
 
-def _write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
+def write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
+    """Notes that a file has the stamp of `state`. Raises OSError."""
     _replace_text(folder, f"{name}.note", json.dumps([stamp(state), text]))
 
 

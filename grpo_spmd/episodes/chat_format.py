@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -66,23 +67,30 @@ class TemplateError(ConfigError):
 
 
 def render(
-    tokenizer: Any, messages: Sequence[Message], tools: Tools = (), generate: bool = True
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Tools = (),
+    *,
+    generate: bool = True,
+    template: str | None = None,
 ) -> str:
     """Returns the text of a conversation, with the generation prompt if `generate`.
 
-    Raises TemplateError where the chat template refuses the messages.
+    `template` is a chat template in place of the tokenizer's. Raises TemplateError where the chat
+    template refuses the messages.
     """
     try:
         text = tokenizer.apply_chat_template(
             [*messages],
             tools=[*tools] or None,
+            chat_template=template,
             tokenize=False,
             add_generation_prompt=generate,
         )
     except Exception as error:
         # A template may refuse with any error.
         raise TemplateError(
-            f"the chat template of model.path refuses the messages: {type(error).__name__}: {error}"
+            f"the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from None
     return str(text)
 
@@ -104,7 +112,7 @@ class PlainText:
         """Raises ConfigError for a tokenizer in Python."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                "the tokenizer of model.path is not a fast one, which alone says where in a "
+                "the tokenizer is not a fast one, which alone says where in a "
                 "text a token stands; save it as tokenizer.json"
             )
         self._tokenizer = tokenizer
@@ -153,7 +161,8 @@ class PlainText:
         return _MARK.join(_cut(text, cuts))
 
     def encode(self, text: str, data: Collection[Span] = ()) -> list[int]:
-        """Returns the tokens of a text; `data` are the spans of the text that are data.
+        """Returns the tokens of a text; `data` are the spans of the text that are data, none of
+        which overlaps another.
 
         Raises TemplateError where data would become a special token.
         """
@@ -163,10 +172,14 @@ class PlainText:
         # the begin after the last one.
         offsets = [*encoded["offset_mapping"], (len(text), 0)]
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
+        spans = sorted(data)
+        ends = [end for _, end in spans]
         trusted = []
         for i in special:
             begin, end = self._text_span(text, ids[i], offsets[i])
-            if not any(begin < data_end and data_begin < end for data_begin, data_end in data):
+            # Only the first span that ends behind `begin`, since a conversation may hold thousands.
+            following_span = bisect_right(ends, begin)
+            if following_span == len(spans) or end <= spans[following_span][0]:
                 trusted.append(i)
         if len(trusted) == len(special):
             return ids
@@ -239,6 +252,43 @@ class PlainText:
         copy.encode_special_tokens = True
         copy.add_tokens([AddedToken(_MARK, special=False, normalized=False)])
         return copy, copy.token_to_id(_MARK)
+
+
+def render_with_data(
+    plain: PlainText,
+    render_text: Callable[[Sequence[Message]], str],
+    messages: Sequence[Message],
+    num_trusted: int,
+    *,
+    marks_thinking: bool = True,
+) -> tuple[str, list[Span]]:
+    """Returns (text, spans): the rendered conversation, and spans in it that are data.
+
+    Each special token that data would become has its first letter in a span. The first
+    `num_trusted` messages are no data. The conversation is rendered with marks in the data and
+    without them: where the mark is in one text, the other has data in the form in which the
+    template writes it (trimmed, as JSON). Without `marks_thinking` the assistant's tags of thinking
+    stay special tokens. Raises TemplateError.
+    """
+    trusted = messages[:num_trusted]
+    rest = [_map_texts(message, without_surrogates) for message in messages[num_trusted:]]
+    text = render_text([*trusted, *rest])
+    # Templates cut thinking out of a turn's text; a mark inside of its tags would hide it.
+    for thinking in ((), _THINKING_TAGS) if marks_thinking else (_THINKING_TAGS,):
+        marked = []
+        for message in rest:
+            ignored = thinking if message["role"] == "assistant" else ()
+            marked.append(_map_texts(message, partial(plain.mark, ignored=ignored)))
+        if marked == rest:
+            return text, []
+        pieces = render_text([*trusted, *marked]).split(_MARK)
+        # Without its marks this must be the real rendering, or else the spans would be wrong.
+        if "".join(pieces) == text:
+            return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
+    raise TemplateError(
+        "the chat template looks into, or rewrites, a message that has the text of special "
+        "tokens in it"
+    )
 
 
 def without_surrogates(text: str) -> str:
@@ -400,31 +450,9 @@ class ChatFormat:
     def _render_with_data(
         self, messages: Sequence[Message], tools: Tools, num_trusted: int
     ) -> tuple[str, list[Span]]:
-        """Returns (text, spans): the rendered conversation, and spans in it that are data.
-
-        Each special token that data would become has its first letter in a span. The first
-        `num_trusted` messages are no data. The conversation is rendered with marks in the data and
-        without them: where the mark is in one text, the other has data in the form in which the
-        template writes it (trimmed, as JSON).
-        """
-        trusted = messages[:num_trusted]
-        rest = [_map_texts(message, without_surrogates) for message in messages[num_trusted:]]
-        text = self._render([*trusted, *rest], tools)
-        # Templates cut thinking out of a turn's text; a mark inside of its tags would hide it.
-        for thinking in ((), _THINKING_TAGS):
-            marked = []
-            for message in rest:
-                ignored = thinking if message["role"] == "assistant" else ()
-                marked.append(_map_texts(message, partial(self._plain.mark, ignored=ignored)))
-            if marked == rest:
-                return text, []
-            pieces = self._render([*trusted, *marked], tools).split(_MARK)
-            # Without its marks this must be the real rendering, or else the spans would be wrong.
-            if "".join(pieces) == text:
-                return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
-        raise TemplateError(
-            "the chat template looks into, or rewrites, a message that has the text of special "
-            "tokens in it"
+        """Returns what `render_with_data` returns for this chat template. Raises TemplateError."""
+        return render_with_data(
+            self._plain, partial(self._render, tools=tools), messages, num_trusted
         )
 
     def _encode_from(self, begin: int, text: str, data: Sequence[Span]) -> list[int]:

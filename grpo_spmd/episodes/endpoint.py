@@ -38,6 +38,7 @@ from grpo_spmd.episodes.openai_api import (
     stream_body,
 )
 from grpo_spmd.records import Message
+from grpo_spmd.rewards.pool.processes import allow_files
 
 _log = logging.getLogger(__name__)
 # The bound for the bodies of all unanswered requests together.
@@ -149,6 +150,8 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     """The server and its sessions. The rank's thread calls the public methods, except as noted."""
 
     max_connections = 1024
+    max_strangers = 256
+    """The most connections whose client has shown no session's token yet."""
     max_waiting = 64
     """The most requests of one session at a time."""
     request_s: float = 30
@@ -158,6 +161,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
     def __init__(self) -> None:
         """Starts the server."""
+        allow_files(2 * self.max_connections)
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
         self._calls: deque[Call] = deque()
@@ -292,13 +296,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         Where there are too many, aborts the oldest one whose client has shown no token, or returns
         False if all have shown one.
         """
-        if len(self.connections) >= self.max_connections:
-            strangers = (old for old in self.connections if not old.is_known)
-            stranger = next(strangers, None)
-            if stranger is None:
+        strangers = [old for old in self.connections if not old.is_known]
+        if len(self.connections) >= self.max_connections or len(strangers) >= self.max_strangers:
+            if not strangers:
                 return False
-            _abort(stranger)
-            del self.connections[stranger]
+            _abort(strangers[0])
+            del self.connections[strangers[0]]
         self.connections[connection] = None
         return True
 
@@ -308,25 +311,20 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         connection.deadline.cancel()
         # After a request that was not read whole, nothing on this connection can be trusted.
         closes = True
-        num_bytes = request.content_length or 0
         try:
             # The session and token are checked before any byte of the body is read.
             session = self._session_of(request)
             connection.is_known = True
-            # The bytes are reserved before they arrive: many slow bodies together stay within the
-            # bound.
-            if self._held_bytes + num_bytes > _MAX_HELD_BYTES:
-                raise _BUSY
-            self._held_bytes += num_bytes
+            body = bytearray()
             try:
-                body = await self._read_body(request, num_bytes)
+                await self._read_body(request, body)
                 closes = False
                 if request.method == "GET":
                     response = _json_response(models_body())
                 else:
-                    response = await self._reply(request, session, body)
+                    response = await self._reply(request, session, bytes(body))
             finally:
-                self._held_bytes -= num_bytes
+                self._held_bytes -= len(body)
         except ApiError as error:
             response = _error_response(error, closes=closes)
         await self._send(request, response)
@@ -365,14 +363,20 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             raise ApiError(413, "body_too_large", f"a body may have {_MAX_BODY_BYTES} bytes")
         return session
 
-    async def _read_body(self, request: web.BaseRequest, num_bytes: int) -> bytes:
-        """Returns the body. Raises ApiError if it is too slow."""
+    async def _read_body(self, request: web.BaseRequest, body: bytearray) -> None:
+        """Appends the body to `body`. Raises ApiError if it is too slow, or if the bodies of all
+        requests together are too large."""
         # A client that asks for "100-continue" sends its body only after an interim answer.
-        if num_bytes and request.headers.get("Expect", "").lower() == "100-continue":
+        if request.content_length and request.headers.get("Expect", "").lower() == "100-continue":
             _tell_to_wait(request)
         try:
             async with asyncio.timeout(self.request_s):
-                return await request.content.read()
+                # Counted as it comes: a client may announce a body that it never sends.
+                async for chunk in request.content.iter_any():
+                    if self._held_bytes + len(chunk) > _MAX_HELD_BYTES:
+                        raise _BUSY
+                    self._held_bytes += len(chunk)
+                    body += chunk
         except TimeoutError:
             raise _too_slow(self.request_s) from None
 

@@ -80,9 +80,10 @@ class Environments:
         limits: EpisodeLimits,
         log_file: Path | None,
         check: Callable[[], None],
+        secrets: Collection[str] = (),
     ) -> None:
         """`loaded` are the reward functions of `rewards`. What environments print goes to
-        `log_file`; if it is None, nothing is started. `check` is as in ProcessPool.
+        `log_file`; if it is None, nothing is started. `check` and `secrets` are as in ProcessPool.
 
         Raises ConfigError for a file that cannot be imported and for an unsuitable chat template.
         """
@@ -111,7 +112,7 @@ class Environments:
         if log_file is None:
             return
         # The pool has processes already, so a failure below must end them.
-        pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check)
+        pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check, secrets=secrets)
         with ExitStack() as stack:
             stack.callback(pool.close)
             facts = pool.facts

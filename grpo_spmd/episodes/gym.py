@@ -1,6 +1,7 @@
 """This module runs environments with Gym's methods over messages, in a worker.
 
-`reset(**row)` returns the first observation; `step(action)` returns the next one for the policy's
+`reset(**row)` returns the first observation, and gets those columns of the row that it names, or
+all if it takes `**`; `step(action)` returns the next one for the policy's
 text. An observation is text (a user message), a message, a list of messages, or None. A step
 returns (observation, reward, terminated, truncated, info) as in Gymnasium, (observation, reward,
 done, info) as in ms-swift, a dict with observations, reward and done as in SkyRL Gym, or an object
@@ -62,12 +63,15 @@ class GymDriver:
             num_known = len(self._messages)
             is_known = messages[:num_known] == self._messages
             return {"messages": messages[num_known:] if is_known else messages}
-        parameters = [*inspect.signature(self.environment.reset).parameters]
+        parameters = inspect.signature(self.environment.reset).parameters
         # ms-swift: the system prompt comes before the observation.
-        if parameters == ["config"]:
+        if [*parameters] == ["config"]:
             observation, _, system = resolve(self.environment.reset(row))
             system_messages = [{"role": "system", "content": system}] if system else []
             return {"messages": [*system_messages, *to_messages(observation)]}
+        # Gymnasium's own reset(*, seed, options) takes no columns of a row.
+        if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
+            row = {name: value for name, value in row.items() if name in parameters}
         result = resolve(self.environment.reset(**row))
         # The result is an observation alone, a tuple with an info, or an object.
         if isinstance(result, tuple):

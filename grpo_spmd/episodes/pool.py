@@ -12,7 +12,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -105,11 +105,12 @@ class EnvironmentPool(ProcessPool):
         *,
         check: Callable[[], None] = lambda: None,
         max_chars: int = 10_000_000,
+        secrets: Collection[str] = (),
     ) -> None:
         """Starts the nursery, which imports the user's code while the caller continues.
 
         `rewards` are those whose functions take `environments`. A result with more than `max_chars`
-        characters is not sent to this process. The log file is as in ProcessPool.
+        characters is not sent to this process. The log file and `secrets` are as in ProcessPool.
         """
         allow_workers(environment.num_workers, "environment.num_workers")
         super().__init__(
@@ -121,6 +122,7 @@ class EnvironmentPool(ProcessPool):
             # Without a fixed hash seed, the order of a set of strings would differ between
             # processes, and with it an environment's choices.
             variables={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
+            secrets=secrets,
         )
         self._config = environment
         self._facts: EnvironmentFacts | None = None

@@ -214,26 +214,43 @@ def _working_folder() -> str | None:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns {"commit", "dirty"}, dirty if tracked files differ; None if git fails."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
-    # no lock beside somebody's own git, and no watcher that a repository's config may start
-    options = ["--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder)]
+    """Returns {"commit", "dirty"}, dirty if tracked files differ; None if git fails.
+
+    Whatever the folder's repository is, none of its programs runs.
+    """
     status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        result = subprocess.run(
-            ["git", *options, *status],
-            check=True,
-            capture_output=True,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            timeout=_GIT_S,
-        )
+        # git cleans a file that was touched by the programs of filters, which its config names;
+        # a repository inside would be looked at with that one's
+        listed = _run_git(folder, [], "config", "-z", "--name-only", "--list").split(b"\0")
+        filters = [os.fsdecode(name) for name in listed if name.startswith(b"filter.")]
+        # git would take such a name for another one
+        if any("=" in name for name in filters):
+            return None
+        settings = [f"{name}={'false' * name.endswith('.required')}" for name in filters]
+        output = _run_git(folder, settings, *status, "--ignore-submodules=dirty")
     except (OSError, subprocess.SubprocessError):
         return None
     # lines of headers begin with #, the commit first; then one line for each file that differs
-    head, *lines = result.stdout.splitlines()
+    head, *lines = output.splitlines()
     is_dirty = any(not line.startswith(b"#") for line in lines)
     return {"commit": head.decode().removeprefix("# branch.oid "), "dirty": is_dirty}
+
+
+def _run_git(folder: Path, settings: Sequence[str], *arguments: str) -> bytes:
+    """Returns what git prints in a folder, with `settings` in the place of its config's."""
+    # no lock beside somebody's own git, and no watcher that a repository's config may start
+    options = ["--no-optional-locks", "-C", str(folder), "-c", "core.fsmonitor=false"]
+    for setting in settings:
+        options += ["-c", setting]
+    return subprocess.run(
+        ["git", *options, *arguments],
+        check=True,
+        capture_output=True,
+        stdin=subprocess.DEVNULL,
+        env={name: value for name, value in os.environ.items() if not name.startswith("GIT_")},
+        timeout=_GIT_S,
+    ).stdout
 
 
 def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], None]) -> bool:

@@ -43,6 +43,12 @@ class LineFile:
         self._waiting: list[bytes] = []
 
     def write(self, line: str) -> None:
+        """Appends a line. Raises RuntimeError if somebody has removed the file."""
+        if not os.fstat(self._file.fileno()).st_nlink and not self._path.exists():
+            raise RuntimeError(
+                f"{self._path} was removed while the run wrote it, and what it writes is lost; "
+                "start again in another run_dir"
+            )
         self._waiting.append(line.encode() + b"\n")
         self._flush()
 

@@ -8,6 +8,7 @@ per forward pass, and with the model's own attention and head.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from dataclasses import dataclass
@@ -76,6 +77,9 @@ class RewardModelCheck:
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=False
         )
+        self._has_policy_vocabulary = (
+            policy_tokenizer.get_vocab().items() <= self._tokenizer.get_vocab().items()
+        )
         self._has_run = False
 
     def run(self, name: str, scored: list[ScoredCompletion]) -> None:
@@ -83,7 +87,9 @@ class RewardModelCheck:
 
         `name` is the reward's name in errors. Raises Rank0Error on every rank if a score is
         wrong."""
-        candidates = [c for c in scored if c.status in ("ok", "not_applicable")]
+        candidates = [
+            c for c in scored if c.status in ("ok", "not_applicable") and not self._has_markup(c)
+        ]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
         differences: list[tuple[float, float]] = []
@@ -134,17 +140,37 @@ class RewardModelCheck:
                     f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
                 )
 
+    def _has_markup(self, scored: ScoredCompletion) -> bool:
+        """Returns whether policy or tools wrote the text of a special token.
+
+        It is scored by its letters, and transformers would make a special token of it."""
+        episode = scored.completion.episode
+        reply: Any = self._completion_text(scored) if episode is None else episode.messages
+        written = json.dumps(reply, ensure_ascii=False, default=str).casefold()
+        return not self._reads_tokens(scored) and any(
+            token.content.casefold() in written
+            for token in self._tokenizer.added_tokens_decoder.values()
+            if token.content.strip() and token.content not in ("<think>", "</think>")
+        )
+
+    def _completion_text(self, scored: ScoredCompletion) -> str:
+        token_ids = scored.completion.token_ids
+        return str(self._policy_tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _reads_tokens(self, scored: ScoredCompletion) -> bool:
+        """Returns whether the policy's own tokens are scored, without decoding: those of plain text
+        where the model has the policy's vocabulary."""
+        is_text = isinstance(scored.prompt.text, str) and scored.completion.episode is None
+        return is_text and self._has_policy_vocabulary
+
     def _encode(self, scored: ScoredCompletion) -> list[int]:
         """Returns the tokens of prompt and completion as transformers renders and encodes them."""
         prompt = scored.prompt.text_before(scored.completion)
         episode = scored.completion.episode
-        completion_ids = scored.completion.token_ids
-        text = self._policy_tokenizer.decode(completion_ids, skip_special_tokens=True)
+        if self._reads_tokens(scored):
+            return [*scored.prompt.token_ids, *scored.completion.token_ids]
+        text = self._completion_text(scored)
         if isinstance(prompt, str) and episode is None:
-            policy_vocabulary = self._policy_tokenizer.get_vocab()
-            # With the policy's vocabulary the policy's own tokens are scored, without decoding.
-            if policy_vocabulary.items() <= self._tokenizer.get_vocab().items():
-                return [*scored.prompt.token_ids, *completion_ids]
             return list(self._tokenizer.encode(prompt + text))
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         reply = [{"role": "assistant", "content": text}]

@@ -31,6 +31,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
+import os
 import re
 import typing
 from collections import Counter
@@ -85,11 +86,16 @@ class Reward(RewardFacts):
 
 
 def load_rewards(
-    configs: Sequence[RewardConfig], timeout_s: float = math.inf, modules: Modules | None = None
+    configs: Sequence[RewardConfig],
+    timeout_s: float = math.inf,
+    modules: Modules | None = None,
+    *,
+    variables: Mapping[str, str] = os.environ,
 ) -> list[Reward]:
     """Returns the functions that the config names, except reward models and the engine's judges.
 
-    `timeout_s` is the time after which the caller ends a call; `modules` is as in load_named.
+    `timeout_s` is the time after which the caller ends a call; `modules` is as in load_named;
+    `variables` hold the values of `headers_env`.
     Raises ConfigError for a function that does not exist, wrong arguments, or a repeated name.
     """
     rewards: list[Reward] = []
@@ -104,26 +110,31 @@ def load_rewards(
         names.add(name)
         # Else rollout/reward_models.py or rollout/engine_judge.py scores.
         if config.uses_pool:
-            rewards.append(_load_reward(config, entry, timeout_s, modules))
+            if config.url is None:
+                rewards.append(_load_function(config, entry, timeout_s, modules))
+            else:
+                rewards.append(_load_server(config, entry, variables))
     return rewards
 
 
-def _load_reward(
+def _load_server(config: RewardConfig, entry: str, variables: Mapping[str, str]) -> Reward:
+    # A run without servers imports neither ssl nor a client.
+    from grpo_spmd.rewards.remote.servers import ServerFunction
+
+    asks = ServerFunction(config, entry, variables)
+    return Reward(
+        name=config.metric_name,
+        weight=config.weight,
+        needs=asks.form.needs,
+        one_at_a_time=asks.form.one_at_a_time,
+        function=asks,
+    )
+
+
+def _load_function(
     config: RewardConfig, entry: str, timeout_s: float, modules: Modules | None
 ) -> Reward:
     name = config.metric_name
-    if config.url is not None:
-        # A run without servers imports neither ssl nor a client.
-        from grpo_spmd.rewards.remote.servers import ServerFunction
-
-        asks = ServerFunction(config, entry)
-        return Reward(
-            name=name,
-            weight=config.weight,
-            needs=asks.form.needs,
-            one_at_a_time=asks.form.one_at_a_time,
-            function=asks,
-        )
     spec = config.function
     if spec is None:
         if name not in SHIPPED:

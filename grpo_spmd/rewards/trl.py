@@ -41,6 +41,11 @@ _MAX_NAMES = 50
 _MAX_CHARS = 10_000
 # Sums of larger values may overflow.
 _MAX_VALUE = 1e250
+# The largest reward: the variance of a group, and advantages in float32, are finite below it.
+MAX_REWARD = 1e30
+# How errors about values of a wrong type begin and end.
+NO_LIST = "must return a list of numbers or None"
+NO_NUMBER = "which is no number"
 
 
 class RewardError(RuntimeError):
@@ -151,21 +156,23 @@ def as_number(value: Any) -> float | str:
     """Returns `value` as a float, which may be infinite or NaN, or a string that describes
     another value."""
     if isinstance(value, str | bytes):
-        return f"{repr(value)[:100]}, which is no number"
+        return f"{repr(value)[:100]}, {NO_NUMBER}"
     try:
         return float(value)
     # A tensor of several numbers, too large an int, whatever a __float__ raises.
     except Exception as error:
-        return f"a {type(value).__name__}, which is no number ({type(error).__name__})"
+        return f"a {type(value).__name__}, {NO_NUMBER} ({type(error).__name__})"
 
 
 def as_reward(value: Any) -> float | str | None:
-    """Returns a finite number, None, or a string that says why `value` is unusable."""
+    """Returns a finite number of at most MAX_REWARD, None, or a string that says why `value` is
+    unusable."""
     if value is None:
         return None
     number = as_number(value)
-    is_finite = isinstance(number, float) and math.isfinite(number)
-    return number if is_finite else f"returned {number}"
+    if isinstance(number, str) or not math.isfinite(number):
+        return f"returned {number}"
+    return number if abs(number) <= MAX_REWARD else f"returned {number}, beyond {MAX_REWARD:g}"
 
 
 def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:

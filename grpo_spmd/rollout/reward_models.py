@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +25,7 @@ from grpo_spmd.config.schema import ModelConfig, ProofConfig, RewardConfig
 from grpo_spmd.distributed.collectives import exchange_values
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.episodes.chat_format import PlainText, TemplateError, render, render_with_data
 from grpo_spmd.learn.balance import fill_rows
 from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
@@ -237,13 +239,15 @@ class RewardTexts:
     Chat messages and episodes go through the model's chat template, with the completion as the
     assistant's message, without a generation prompt. Plain text is the prompt followed by the
     completion: the policy's own token ids if the model has the policy's whole vocabulary, else the
-    text encoded again.
+    text encoded again. What policy and tools wrote is data: where it spells a special token, it
+    becomes the tokens of its letters.
     """
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
         """Raises ConfigError if there is no tokenizer."""
         with errors_about(f"{files.where}.model"):
             self.tokenizer = load_tokenizer(str(files.folder))
+            self._plain = PlainText(self.tokenizer)
         self._files = files
         self._shares_ids = (
             policy_tokenizer.get_vocab().items() <= self.tokenizer.get_vocab().items()
@@ -269,23 +273,36 @@ class RewardTexts:
             if episode is None:
                 if self._shares_ids:
                     return [*prompt.token_ids, *completion.token_ids]
-                return list(self.tokenizer(before + text)["input_ids"])
+                return self._encode_text(before, text)
             messages = [{"role": "user", "content": before}]
         else:
             messages = list(before)
         answer = [{"role": "assistant", "content": text}] if episode is None else episode.messages
+        render_text = partial(render, self.tokenizer, generate=False, template=self._files.template)
         try:
-            return list(
-                self.tokenizer.apply_chat_template(
-                    [*messages, *answer],
-                    tokenize=True,
-                    chat_template=self._files.template,
-                    add_generation_prompt=False,
-                    return_dict=False,
-                )
+            # What policy, tools and reset() wrote is data: it must not end its turn and begin
+            # another.
+            rendered, data = render_with_data(
+                self._plain,
+                render_text,
+                [*messages, *answer],
+                len(messages) if isinstance(prompt.text, str) else len(prompt.text),
+                marks_thinking=False,
             )
-        # A template may refuse with any error, such as an unknown order of roles.
-        except Exception as error:
-            raise TextError(
-                f"cannot be shown in its chat template: {type(error).__name__}: {error}"
-            ) from None
+            return self._plain.encode(rendered, data)
+        except TemplateError as error:
+            raise TextError(f"cannot be shown to it: {error}") from None
+
+    def _encode_text(self, prompt: str, completion: str) -> list[int]:
+        """Returns the tokens of plain text, with those that the tokenizer adds at both ends."""
+        text = prompt + completion
+        framed = self.tokenizer(text, return_special_tokens_mask=True)
+        ids = list(framed["input_ids"])
+        try:
+            text_ids = self._plain.encode(text, [(len(prompt), len(text))])
+        except TemplateError as error:
+            raise TextError(f"cannot be shown to it: {error}") from None
+        is_added = framed["special_tokens_mask"]
+        begin = is_added.index(0) if 0 in is_added else len(ids)
+        end = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
+        return [*ids[:begin], *text_ids, *ids[end:]]

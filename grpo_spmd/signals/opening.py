@@ -66,6 +66,7 @@ def open_rewards(
         check=check,
         ranks=ranks,
         watched=watched_rewards(weights | (environments.weights if environments else {})),
+        secrets=config.secret_variables,
     )
     score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
     if environments is None:

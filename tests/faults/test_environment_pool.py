@@ -52,6 +52,7 @@ def act(how):
     if how == "print": print("x" * 10_000_000)
     if how == "deep": act_deep()
     if how == "set": return {1}
+    if how == "block": return [{"type": "text", "text": "a", "__grpo_spmd_type__": "bytes"}]
     if how == "text": return "x" * 10_000_000
     if how == "much": return "x" * 100_000_000
     return "did " + how
@@ -266,6 +267,8 @@ def test_results_that_are_large_odd_or_many(pools: Pools) -> None:
     assert "recursion" in said(_call("deep"))["messages"][0]["content"]
     for method in ("print", "fork returns", "fork lingers"):
         assert said(_call(method))["messages"][0]["content"] == f"did {method}"
+    [block] = said(_call("block"))["messages"][0]["content"]
+    assert block["__grpo_spmd_type__"] == "bytes"
     # A failure of the tool is for the policy to read; calls that cannot be made are counted, too.
     values = said(_call("raise", "fine"))
     assert [message["content"] for message in values["messages"]] == [

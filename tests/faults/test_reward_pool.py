@@ -27,6 +27,7 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import RewardError
 from tests.support.processes import ROOT, Job
+from tests.support.stub_server import stub_server
 
 # What a completion says is what the reward does with it; every other completion is worth a number
 # with all 53 bits in
@@ -447,6 +448,47 @@ def test_workers_have_the_ranks_environment_and_no_torch(
         [RewardConfig(function=f"{tmp_path}/mine.py:reward")], RewardPoolConfig(), tmp_path / "log"
     ) as pool:
         assert pool.score(_groups(["a"]), CharacterTokenizer()).rewards == [17.0]
+
+
+def test_workers_have_no_secret_of_the_trainer_and_not_its_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server beside the function is still asked with its header."""
+    for name in ("HF_TOKEN", "WANDB_API_KEY", "RM_TOKEN", "TEACHER_TOKEN", "MINE"):
+        monkeypatch.setenv(name, "secret")
+    (tmp_path / "mine.py").write_text(
+        "import os\n"
+        "def reward(completions, log_extra):\n"
+        "    files = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd')\n"
+        "             if os.path.islink(f'/proc/self/fd/{fd}')}\n"
+        "    names = [name for name, value in os.environ.items() if value == 'secret']\n"
+        "    log_extra('names', [names])\n"
+        "    log_extra('files', [sorted(files)])\n"
+        "    return [1.0]\n"
+    )
+    output = tmp_path / "output"
+    saved = os.dup(1)
+    try:
+        with output.open("w") as file, stub_server(lambda body: {"score": 2.0}) as server:
+            os.dup2(file.fileno(), 1)
+            rewards = [
+                RewardConfig(function=f"{tmp_path}/mine.py:reward"),
+                RewardConfig(name="rm", url=server.url, headers_env={"X-Key": "RM_TOKEN"}),
+            ]
+            with RewardPool(
+                rewards, RewardPoolConfig(), tmp_path / "log", secrets={"TEACHER_TOKEN"}
+            ) as pool:
+                scored = pool.score(_groups(["a"]), CharacterTokenizer())
+            [request] = server.asked
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)
+    assert scored.rewards == [3.0]
+    assert request.headers["x-key"] == "secret"
+    extra = scored.notes[0]["extra"]["reward"]
+    assert extra["names"] == ["MINE"]
+    assert str(output) not in extra["files"]
+    assert str(tmp_path / "log") in extra["files"]
 
 
 def test_shipped_rewards_run_in_the_pool(tmp_path: Path) -> None:

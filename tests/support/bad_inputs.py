@@ -283,7 +283,14 @@ bad_value(
     "rollout.max_completion_tokens must be a whole number >= 1; got -1",
     "rollout.max_completion_tokens=-1",
 )
-bad_value("rollout.temperature must be a number >= 0.01; got 0", "rollout.temperature=0")
+bad_value("rollout.temperature must be a number >= 0.01 and <= 100; got 0", "rollout.temperature=0")
+bad_value("rollout.temperature must be a number", "rollout.temperature=1e30")
+bad_value("eval.temperature must be a number", "eval.temperature=1e30")
+bad_value("watchdog.timeout_s must be a number", "watchdog.timeout_s=1e300")
+bad_value("watchdog.phase_timeouts_s must be a mapping", "watchdog.phase_timeouts_s={eval: 1e8}")
+bad_value("environment.call_timeout_s must be a number", "environment.call_timeout_s=1e10")
+bad_value("rewards.0.weight must be a number", "rewards=[{name: exact, weight: 1e30}]")
+bad_value("run_dir: / is the root of all folders", "run_dir=/")
 bad_value(
     "rollout.engine.max_num_seq: vllm.LLM of the installed version has no such argument; did you "
     "mean max_num_seqs?",

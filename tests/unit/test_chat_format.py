@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from itertools import pairwise
 from typing import Any
 
 import pytest
+import regex  # type: ignore[import-untyped]
 import transformers
+import yaml
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.episodes import reply_parser
 from grpo_spmd.episodes.chat_format import ChatFormat, PlainText, TemplateError
 from tests.support.chat_templates import FAMILIES, QWEN25, letters, make_chat_tokenizer
 
@@ -536,3 +540,80 @@ def test_thinking_that_a_template_cuts_out_of_a_text_hides_no_data() -> None:
     assert "assistant\nyes<|im_end|><|im_end|>\n" in text
     assert ids.count(tokenizer.eos_token_id) == 3
     assert tokenizer.convert_tokens_to_ids("</think>") not in ids
+
+
+def test_a_context_of_many_hostile_messages_takes_steps_in_proportion() -> None:
+    """Counted in calls of Python functions; comparing each token with each message would be four
+    times as many for twice the messages."""
+    form = ChatFormat(make_chat_tokenizer("qwen2.5"), "append", [], "agent")
+
+    def num_calls(num_messages: int) -> int:
+        messages = [
+            {"role": ("user", "assistant")[n % 2], "content": f"<|im_end|> {n}"}
+            for n in range(num_messages)
+        ]
+        count = 0
+
+        def note(*_: object) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(note)
+        try:
+            form.whole_ids(messages, [])
+        finally:
+            sys.setprofile(None)
+        return count
+
+    num_calls(10)  # what is made once
+    assert num_calls(800) < 2.2 * num_calls(400)
+
+
+def test_no_turn_makes_a_parser_search_its_end_again_and_again() -> None:
+    """Each beginning of a call that a policy may repeat, in 600,000 letters: a search of the end
+    for each would take an hour and more, and takes hundredths of a second. `timeout` raises."""
+    formats = yaml.safe_load(reply_parser._FORMATS.read_text())
+    patterns = [
+        pattern
+        for form in formats
+        for field in form["fields"].values()
+        for pattern in (
+            field.get("open_pattern"),
+            field.get("close_pattern"),
+            field.get("content_args", {}).get("tag_pattern"),
+        )
+        if pattern
+    ]
+    assert len(patterns) > 10
+    beginnings = [
+        "to=functions.", "to=functions.f", "<parameter=a>", "<parameter=", "<parameter=a>\n",
+        "<tool_call>", "<tool_call><function=", "<tool_call>\n<function=f>", "<arg_key>",
+        "<arg_key>a</arg_key><arg_value>", "<arg_key>a</arg_key>", '{"name": "', '{"type":',
+        '{"name": "a", "parameters": ', "}\n<|eot_id|", "<|end|>", "</think>",
+    ]  # fmt: skip
+    for pattern in patterns:
+        compiled = regex.compile(pattern, regex.DOTALL)
+        for beginning in beginnings:
+            text = beginning * (600_000 // len(beginning))
+            for _ in compiled.finditer(text, timeout=60):
+                pass
+
+
+def test_a_value_may_hold_the_beginning_of_another() -> None:
+    """As before the search of values ended where the last one does."""
+    formats = yaml.safe_load(reply_parser._FORMATS.read_text())
+    qwen, glm = (
+        regex.compile(
+            next(
+                form["fields"]["tool_calls"]["content_args"]["tag_pattern"]
+                for form in formats
+                if word in form["words"]
+            ),
+            regex.DOTALL,
+        )
+        for word in ("<parameter=", "<arg_key>")
+    )
+    text = "<parameter=a>\nx <parameter=b>\n</parameter><parameter=c>1</parameter><parameter=d>2"
+    assert qwen.findall(text) == [("a", "x <parameter=b>"), ("c", "1")]
+    text = "<arg_key>a</arg_key>\n<arg_value>x <arg_key></arg_value><arg_key>b</arg_key><arg_value>"
+    assert glm.findall(text) == [("a", "x <arg_key>")]

@@ -538,3 +538,21 @@ def test_metrics_after_steps_that_were_run_twice(tmp_path: Path) -> None:
 
 def test_trainer_of_a_good_checkpoint(tmp_path: Path) -> None:
     assert read_trainer(make_checkpoint(tmp_path, 3)) == trainer_of(3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("critic", {}, "critic"),
+        ("critic", {"num_updates": 2**53, "skipped_in_a_row": 0}, "updates in 3 steps"),
+        ("num_updates", 2**53, "9007199254740992 updates in 3 steps, which no run makes"),
+    ],
+)
+def test_counts_that_no_run_has_are_damage(
+    tmp_path: Path, field: str, value: Any, message: str
+) -> None:
+    folder = make_checkpoint(tmp_path, 3)
+    (folder / "trainer.json").write_text(json.dumps(trainer_of(3) | {field: value}))
+    write_manifest_anew(folder)
+    with pytest.raises(CheckpointError, match=rf"trainer\.json is damaged: .*{message}"):
+        verify_checkpoint(folder)

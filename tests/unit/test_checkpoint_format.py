@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_spmd.checkpoint.manifest import write_manifest
 from grpo_spmd.checkpoint.restore import find_start, load_state
+from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.state import RunFacts, run_facts
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
@@ -112,6 +113,12 @@ def test_a_checkpoint_of_an_earlier_version_loads(
         assert torch.equal(moments["exp_avg_sq"].full_tensor(), state[f"exp_avg_sq.{name}"])
         assert float(moments["step"]) == 6
     assert updater.state() == {"num_updates": 6, "skipped_in_a_row": 1}
+    cut = dict(state)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        del cut[f"{moment}.model.norm.weight"]
+    write_by_hand(tmp_path / "cut", config, cut)
+    with pytest.raises(ConfigError, match=r"lacks exp_avg\.model\.norm\.weight, and has those"):
+        load_state(policy, updater, checkpoint_path(tmp_path / "cut", 3), start.trainer)
 
     def refusal(second: RunFacts) -> ConfigError:
         with pytest.raises(ConfigError) as caught:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import re
 import select
 import socket
 import subprocess
@@ -383,6 +384,38 @@ def test_only_the_time_of_waiting_is_the_engines(endpoint: Endpoint) -> None:
     expected_names = endpoint.engine_s((0, 0))
     time.sleep(0.05)
     assert 0.0 < endpoint.engine_s((0, 0)) == expected_names
+
+
+def test_announced_bodies_take_no_room_and_strangers_have_a_bound(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("grpo_spmd.episodes.endpoint._MAX_HELD_BYTES", 1 << 20)
+    with _open(max_strangers=5) as endpoint:
+        opened = endpoint.open((0, 0))
+        head, _, body = chat_request(opened, HI).partition(b"\r\n\r\n")
+        announced = re.sub(rb"(?i)content-length: \d+", b"Content-Length: 900000", head)
+        silent = [connect(opened["base_url"]) for _ in range(4)]
+        for connection in silent:
+            connection.sendall(announced + b"\r\n\r\n")
+        time.sleep(0.2)
+        # What has come is counted: a megabyte for all, of which the second of these has no more.
+
+        def echo_all() -> None:
+            for call in endpoint.take():
+                echo(endpoint, call)
+
+        threading.Timer(0.3, echo_all).start()
+        assert ask(opened["base_url"], head + b"\r\n\r\n" + body)[0] == 200
+        for connection in silent[:2]:
+            with suppress(ConnectionError):  # refused while it sends
+                connection.sendall(b"x" * 800_000)
+        wait_until(lambda: bool(select.select(silent[:2], [], [], 0)[0]))
+        assert len(select.select(silent[:2], [], [], 0)[0]) == 1
+        strangers = [connect(opened["base_url"]) for _ in range(6)]
+        assert read_response(strangers[0])[0] == 0
+        assert not select.select(strangers[1:], [], [], 0.2)[0]
+        for connection in (*silent, *strangers):
+            connection.close()
 
 
 def test_strangers_lose_their_connections_to_those_who_know_a_token() -> None:

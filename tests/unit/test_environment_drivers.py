@@ -70,6 +70,22 @@ class Other(World):
     pass
 
 
+class Gymnasium:
+    """With the signature of gymnasium.Env.reset, and a column of the row that it names."""
+
+    def reset(self, *, seed: int | None = None, options: Any = None, start: int = 0) -> Any:
+        return f"{seed} {options} {start}", {}
+
+    def step(self, action: str) -> Any:
+        return action, 1.0, True, False, {}
+
+
+def test_reset_gets_the_columns_that_it_names() -> None:
+    driver = GymDriver(Gymnasium)
+    row = {"prompt": "p", "answer": "a", "start": 3}
+    assert driver.begin(row) == {"messages": [{"role": "user", "content": "None None 3"}]}
+
+
 def _calls(*calls: tuple[str, Any]) -> dict[str, Any]:
     return {
         "tool_calls": [

@@ -274,6 +274,20 @@ def test_the_commit_of_a_checkout_and_whether_it_was_edited(
     begin(run_dir)
     assert lines(run_dir)[-1]["git"]["folder"] == {"commit": commit, "dirty": True}
     assert not (tmp_path / "ran").exists()
+    # Nor the programs of filters, which git runs for a file that was touched.
+    monkeypatch.delenv("GIT_DIR")
+    (repository / ".git/info/attributes").write_text("*.py filter=mine\n")
+    for name in ("clean", "process"):
+        git(repository, "config", f"filter.mine.{name}", str(watcher))
+    git(repository, "config", "filter.mine.required", "true")
+    (repository / "reward.py").write_text("c")
+    begin(run_dir)
+    assert lines(run_dir)[-1]["git"]["folder"] == {"commit": commit, "dirty": True}
+    assert not (tmp_path / "ran").exists()
+    # A name that git's command line cannot say.
+    git(repository, "config", "filter.mine=x.clean", str(watcher))
+    begin(run_dir)
+    assert lines(run_dir)[-1]["git"]["folder"] is None
     monkeypatch.chdir(run_dir)
     begin(run_dir)
     assert lines(run_dir)[-1]["git"]["folder"] is None

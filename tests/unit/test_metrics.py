@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -62,6 +63,23 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_space_again(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_file_that_was_removed_ends_the_run_and_one_that_was_replaced_does_not(
+    tmp_path: Path,
+) -> None:
+    """What is written into a removed file is nowhere: such a run is not done."""
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.parent.mkdir()
+    file = LineFile(path)
+    file.write("{}")
+    (tmp_path / "other").write_text("{}\n")
+    (tmp_path / "other").replace(path)
+    file.write("{}")
+    shutil.rmtree(path.parent)
+    with pytest.raises(RuntimeError, match=r"metrics\.jsonl was removed while the run wrote it"):
+        file.write("{}")
+    file.close()
 
 
 def test_every_kind_merges_with_its_like_in_the_order_of_the_parts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import socket
 import subprocess
@@ -28,9 +29,9 @@ from grpo_spmd.demo.judge import reply_to
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits, share_of
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rewards.remote.client import retry_after_s
+from grpo_spmd.rewards.remote.client import JsonClient, retry_after_s
 from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent, parse_score
-from grpo_spmd.rewards.trl import FailedCallError
+from grpo_spmd.rewards.trl import FailedCallError, as_reward
 from tests.support.processes import ROOT
 from tests.support.stub_server import SECRET, stub_server
 
@@ -200,12 +201,69 @@ def test_a_row_that_lacks_a_label_has_its_answer() -> None:
         assert [requests.body["label"] for requests in server.asked] == ["42", "x", None]
 
 
+def test_a_reward_has_a_bound_and_a_servers_words_are_no_escapes() -> None:
+    """The variance of 1e200 is infinite, and all advantages of the step would be 0."""
+    with stub_server(lambda body: 1e200) as server, pytest.raises(FailedCallError) as failed:
+        _asks(server.url)(**ROW)
+    assert str(failed.value) == "answered a number beyond 1e+30: 1e+200"
+    assert as_reward(1e200) == "returned 1e+200, beyond 1e+30"
+    assert as_reward(-1e30) == -1e30
+    shown = JsonClient("http://x", {})._redact("a\x1b[2Jb")
+    assert shown == "a\N{REPLACEMENT CHARACTER}[2Jb"
+
+
 def test_nobody_is_there() -> None:
     with stub_server(lambda body: 1) as server:
         pass
     with pytest.raises(FailedCallError, match="did not answer") as failed:
         _asks(server.url)(**ROW)
     assert failed.value.may_retry
+
+
+def test_a_chunk_of_negative_size_is_a_failure_like_others() -> None:
+    """aiohttp's parser in Python, which is used where its C code is missing, raises what is none of
+    aiohttp's client errors."""
+    code = """
+import socket, threading, time
+from grpo_spmd.rewards.remote.client import JsonClient
+from grpo_spmd.rewards.trl import FailedCallError
+server = socket.create_server(("127.0.0.1", 0))
+def serve():
+    connection, _ = server.accept()
+    connection.recv(65536)
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nTransfer-Encoding: chunked\\r\\n\\r\\n")
+    time.sleep(0.2)
+    connection.sendall(b"-5\\r\\n{}\\r\\n0\\r\\n\\r\\n")
+    connection.recv(1)
+threading.Thread(target=serve, daemon=True).start()
+try:
+    JsonClient(f"http://127.0.0.1:{server.getsockname()[1]}/", {}).ask({}, limit_s=20)
+except FailedCallError as error:
+    print(error, error.may_retry)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "AIOHTTP_NO_EXTENSIONS": "1"},
+    )
+    [line] = done.stdout.splitlines()
+    assert (line[:14], line[-5:]) == ("did not answer", " True"), done.stderr
+
+
+def test_a_judge_that_becomes_another_model_is_not_believed(tmp_path: Path) -> None:
+    models = iter(["small-0806", None, "small-0806", "large"])
+
+    def answer(body: Any) -> Any:
+        return {**_replies("Score: 10")(body), "model": next(models)}
+
+    with stub_server(answer) as server:
+        judge = _judge(tmp_path, server.url)
+        assert [judge(**ROW) for _ in range(3)] == [[1.0]] * 3
+        with pytest.raises(FailedCallError, match="by another model than before") as failed:
+            judge(**ROW)
+    assert '["small-0806", "large"]' in str(failed.value)
 
 
 def test_an_answer_that_was_left_on_a_connection_is_nobodys() -> None:

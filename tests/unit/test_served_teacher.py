@@ -157,6 +157,31 @@ def test_what_is_no_answer_to_these_tokens_is_refused(
     assert failed.value.may_retry
 
 
+@pytest.mark.parametrize("change", ["model", "vocabulary", "a part of a letter"])
+def test_a_server_that_becomes_another_is_not_believed(change: str) -> None:
+    def answer(body: Any) -> Any:
+        result = {"model": NAME, **served_answer()}
+        if len(server.asked) > 1:
+            if change == "model":
+                result["model"] = "other"
+            else:
+                token = result["choices"][0]["prompt_logprobs"][2]["7"]
+                token["decoded_token"] = (
+                    "y" if change == "vocabulary" else "\N{REPLACEMENT CHARACTER}"
+                )
+        return result
+
+    with stub_server(answer) as server:
+        client = PromptLogprobs(server.url.replace("/score", "/v1/completions"), {}, NAME)
+        initial = client.ask(IDS, 0, 5.0)
+        # vLLM writes a part of a letter as its neighbours make it.
+        if change == "a part of a letter":
+            assert client.ask(IDS, 0, 5.0) == initial
+            return
+        with pytest.raises(FailedCallError, match=f"another {change} than before"):
+            client.ask(IDS, 0, 5.0)
+
+
 def test_what_is_kept_of_a_token_is_8_bytes_for_each_of_the_likeliest() -> None:
     positions = [
         PositionLogprobs(-5.6, [(40, -1.0), (41, -2.0)]),

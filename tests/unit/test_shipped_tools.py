@@ -257,6 +257,21 @@ def test_an_index_is_made_once_and_again_for_another_text(
         assert connection.execute("select count(*) from passages").fetchone() == (4,)
 
 
+def test_an_index_that_somebody_changed_is_made_again(corpus: Path) -> None:
+    index = index_of(corpus)
+    whole = index.read_bytes()
+    other = corpus.with_name("other.sqlite")
+    with sqlite3.connect(other) as connection:
+        connection.execute("create table other(x)")
+    for content in (whole[:100], bytes(len(whole)), other.read_bytes()):
+        index.write_bytes(content)
+        assert index_of(corpus) == index
+        assert "heron" in Search(corpus).search("heron")
+    index.with_suffix(".note").unlink()
+    changed = index.stat().st_ino
+    assert index_of(corpus).stat().st_ino != changed, "nobody says that it was complete"
+
+
 @pytest.mark.parametrize(
     "line",
     ["[1]", "{}", '{"text": 3}', '{"title": 3, "text": "x"}', "no json", "[" * 100_000, '"text"'],

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.data.cache import cache_folders, digest_of, entry_name
-from grpo_spmd.files import open_regular
+from grpo_spmd.data.cache import cache_folders, digest_of, entry_name, read_note, write_note
+from grpo_spmd.files import UntrustedError, open_regular, sync_path
 
 # This number changes with every change of an index's content.
 _FORMAT = 1
@@ -123,14 +123,12 @@ def index_of(corpus: Path) -> Path:
 
 
 def _is_complete(index: Path) -> bool:
-    """Returns whether there is an index, which gets its name only when it is complete.
-
-    Only this user can write to the folder.
-    """
-    with contextlib.suppress(OSError):
-        # The cache removes what nobody has used for a month.
-        os.utime(index)
-        return True
+    """Returns whether there is an index that nobody has changed since it was complete."""
+    with contextlib.suppress(OSError, UntrustedError), open_regular(index) as file:
+        if read_note(index.parent, index.stem, os.fstat(file.fileno())) is not None:
+            # The cache removes what nobody has used for a month.
+            os.utime(index.with_suffix(".note"))
+            return True
     return False
 
 
@@ -141,7 +139,7 @@ def _make_index(corpus: Path, index: Path) -> None:
     temporary.unlink(missing_ok=True)
     try:
         with contextlib.closing(sqlite3.connect(temporary)) as connection:
-            # A crash only loses the temporary file, so sqlite needs neither journal nor fsync.
+            # A crash only loses the temporary file, so sqlite needs no journal.
             connection.executescript("pragma journal_mode=off; pragma synchronous=off;")
             connection.execute(
                 "create virtual table passages using fts5(title, text, tokenize='unicode61')"
@@ -149,7 +147,11 @@ def _make_index(corpus: Path, index: Path) -> None:
             connection.executemany("insert into passages values (?, ?)", _passages(corpus))
             connection.execute("insert into passages(passages) values ('optimize')")
             connection.commit()
+        # A power cut must not leave an empty file of the right size.
+        sync_path(temporary)
         temporary.rename(index)
+        # The rename changes the stamp, so the note comes after it.
+        write_note(index.parent, index.stem, os.stat(index), "")
     finally:
         temporary.unlink(missing_ok=True)
 

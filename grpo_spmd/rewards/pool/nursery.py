@@ -78,10 +78,13 @@ def encode_frame(message: dict[str, Any]) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[str, Any] | None:
+def decode_frame(
+    buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES, *, has_types: bool = True
+) -> dict[str, Any] | None:
     """Takes one message from the front of `buffer` and returns it, or None while it is incomplete.
 
-    Raises ValueError for bytes that are not a message.
+    Without `has_types` no value is of a type in `_BEYOND_JSON`. Raises ValueError for bytes that
+    are not a message.
     """
     if len(buffer) < 4:
         return None
@@ -90,16 +93,22 @@ def decode_frame(buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES) -> dict[s
         raise ValueError("not a message of a worker")
     if len(buffer) < end:
         return None
-    message = json.loads(
-        buffer[4:end],
-        object_hook=lambda value: (
-            _BEYOND_JSON[value[_TAG]][1](value["value"]) if _TAG in value else value
-        ),
-    )
+    message = json.loads(buffer[4:end], object_hook=_decode_value if has_types else None)
     del buffer[:end]
     if not isinstance(message, dict):
         raise ValueError("not a message of a worker")
     return message
+
+
+def _decode_value(value: dict[str, Any]) -> Any:
+    """Returns the value that `encode_frame` has written as an object of JSON."""
+    if value.keys() != {_TAG, "value"}:
+        return value
+    try:
+        return _BEYOND_JSON[value[_TAG]][1](value["value"])
+    # Arguments of a call may look like it, which a policy has written.
+    except (ArithmeticError, KeyError, TypeError, ValueError):
+        return value
 
 
 class _Debugger(pdb.Pdb):
@@ -116,8 +125,8 @@ class _Debugger(pdb.Pdb):
 class Worker:
     """One forked process, which serves calls until its socket ends."""
 
-    def __init__(self, sock: socket.socket, terminal: tuple[int, int]) -> None:
-        self._sock, self._terminal = sock, terminal
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
         self._pid = os.getpid()
         self._buffer = bytearray()
         self._log_fds: tuple[int, int] | None = None
@@ -154,7 +163,7 @@ class Worker:
             self._buffer += chunk
         return message
 
-    def _breakpoint(self, *_: Any, **__: Any) -> None:
+    def _breakpoint(self, *_arguments: Any, **_options: Any) -> None:
         """Serves breakpoint() in user code.
 
         The pool stops this call's clock and lends the terminal, on which pdb runs.
@@ -163,12 +172,16 @@ class Worker:
             return
         if self._log_fds is None:
             self.say({"breakpoint": self._pid})
-            if self._receive() is None:
+            # The answer brings the rank's standard streams, which no other call can reach.
+            frame, terminal, *_ = socket.recv_fds(self._sock, 1 << 10, 2)
+            self._buffer += frame
+            if len(terminal) != 2 or self._receive() is None:
                 os._exit(0)
             sys.stdout.flush()
             self._log_fds = os.dup(0), os.dup(1)
-            for fd, terminal in enumerate(self._terminal):
-                os.dup2(terminal, fd)
+            for fd, stream in enumerate(terminal):
+                os.dup2(stream, fd)
+                os.close(stream)
             # The same stream serves later breakpoints: it may hold piped commands for them.
             if self._stdin is None:
                 self._stdin = open(0, closefd=False)  # noqa: SIM115
@@ -204,12 +217,6 @@ class _Nursery:
         with suppress(AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         end_with_parent(signal.SIGTERM, parent_pid)
-        # The terminal is kept for the debugger. All other output goes to the pool's log file, which
-        # is stderr here.
-        self._terminal = os.dup(0), os.dup(1)
-        os.dup2(2, 1)
-        with open(os.devnull) as devnull:
-            os.dup2(devnull.fileno(), 0)
 
     def run(self) -> None:
         """Serves the rank until it ends. Does not return."""
@@ -282,7 +289,7 @@ class _Nursery:
                 os.close(log_fd)
                 for stream in (sys.stdout, sys.stderr):
                     stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-                worker = Worker(socket.socket(fileno=sock_fd), self._terminal)
+                worker = Worker(socket.socket(fileno=sock_fd))
                 worker.serve(make(worker))
                 status = 0
             except OSError:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -91,6 +92,7 @@ class RewardPool(ProcessPool):
         check: Callable[[], None] = lambda: None,
         ranks: tuple[int, int] = (0, 1),
         watched: Collection[str] = (),
+        secrets: Collection[str] = (),
     ) -> None:
         """Starts the nursery, which imports the rewards; `load_rewards` has checked them.
 
@@ -98,12 +100,23 @@ class RewardPool(ProcessPool):
         first scoring. `columns` are all columns of the data sets: a row that lacks one passes None
         for it. `check` is called twice a second during scoring; an exception from it ends the
         scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls.
-        Timeouts of the rewards named in `watched` never end a scoring.
+        Timeouts of the rewards named in `watched` never end a scoring. `secrets` is as in
+        ProcessPool.
         """
         allow_workers(pool.num_workers, "reward_pool.num_workers")
-        setup = {"timeout_s": pool.timeout_s}
+        # Servers are asked with secrets that the functions beside them do not inherit.
+        names = {name for reward in rewards for name in reward.headers_env.values()}
+        setup = {
+            "timeout_s": pool.timeout_s,
+            "secrets": {name: os.environ[name] for name in names if name in os.environ},
+        }
         super().__init__(
-            "grpo_spmd.rewards.pool.worker", setup, rewards, log_file=log_file, check=check
+            "grpo_spmd.rewards.pool.worker",
+            setup,
+            rewards,
+            log_file=log_file,
+            check=check,
+            secrets={*secrets, *names},
         )
         self._pool = pool
         self._columns = tuple(columns)

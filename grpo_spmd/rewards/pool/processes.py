@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -40,6 +40,14 @@ from grpo_spmd.rewards.pool.nursery import (
 # Seconds for the start: a user's file may load a model when it is imported.
 _START_S = 600.0
 _MAX_LOG_BYTES = 16 << 20
+# Environment variables with secrets of the hub and of trackers.
+_TRAINER_SECRETS = (
+    "HF_TOKEN",
+    "HUGGING_FACE_HUB_TOKEN",
+    "WANDB_API_KEY",
+    "MLFLOW_TRACKING_PASSWORD",
+    "MLFLOW_TRACKING_TOKEN",
+)
 # Seconds between the end of a worker's socket and the nursery's message how the worker died.
 _GONE_GRACE_S = 1.0
 # Seconds to wait for the end of a message whose beginning is there.
@@ -71,14 +79,22 @@ def allow_workers(num_workers: int, key: str) -> None:
     Raises ConfigError where the hard limit is too low.
     """
     needed = num_workers + _OTHER_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if needed > hard != resource.RLIM_INFINITY:
         raise ConfigError(
             f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
             f"files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
         )
-    if needed > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    allow_files(needed)
+
+
+def allow_files(number: int) -> None:
+    """Raises the limit of open files to `number`, or as far as the hard limit lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY:
+        number = min(number, hard)
+    if number > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 class ProcessPool:
@@ -100,13 +116,15 @@ class ProcessPool:
         *,
         check: Callable[[], None] = lambda: None,
         variables: Mapping[str, str] | None = None,
+        secrets: Collection[str] = (),
     ) -> None:
         """Starts the nursery, `python -m module`. It loads `rewards` while the caller goes on;
         `setup` is further JSON for it.
 
         The output of workers goes to `log_file`; the file and its folder are made with the first
         worker. `check` is called twice a second while the pool waits; an exception from it ends the
-        wait. `variables` are added to the nursery's environment.
+        wait. `variables` are added to the nursery's environment, which has all of the
+        rank's but the secrets that the trainer itself uses: `secrets` are further names of them.
         """
         hold_standard_streams()
         setup = {
@@ -129,14 +147,21 @@ class ProcessPool:
             setup_file.seek(0)
             fds = [theirs.fileno(), setup_file.fileno()]
             command = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
+            inherited = {
+                name: value
+                for name, value in os.environ.items()
+                if name not in _TRAINER_SECRETS and name not in secrets
+            }
             # The nursery has its own process group: Ctrl-C is for the rank alone, and the nursery
             # ends when the rank is gone.
             self._process = subprocess.Popen(
                 command,
                 pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                stdout=self._nursery_output,
                 stderr=self._nursery_output,
                 process_group=0,
-                env={**os.environ, **(variables or {})},
+                env={**inherited, **(variables or {})},
             )
         self._selector.register(self._nursery, selectors.EVENT_READ)
 
@@ -224,7 +249,8 @@ class ProcessPool:
         while worker.number in self._workers:
             chunk = b""
             try:
-                reply = decode_frame(worker.buffer, self._max_frame_bytes)
+                # Replies are plain JSON: in them, the mark of another type is a tool's own text.
+                reply = decode_frame(worker.buffer, self._max_frame_bytes, has_types=False)
                 if reply is None:
                     remaining_s = end - time.monotonic()
                     if remaining_s <= 0:
@@ -340,7 +366,7 @@ class ProcessPool:
             # An error means that the worker is dead, which the process that starts them (the
             # nursery) reports.
             with suppress(OSError):
-                waiting[0].sock.sendall(encode_frame({"go": True}))
+                socket.send_fds(waiting[0].sock, [encode_frame({"go": True})], [0, 1])
 
     def _wait_until_ready(self) -> Any:
         """Waits for the nursery and returns the facts that it reports after loading the user's

@@ -23,6 +23,7 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 from grpo_spmd.rewards.trl import (
+    NO_LIST,
     BrokenContractError,
     CallLog,
     FailedCallError,
@@ -46,7 +47,7 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
     """Runs in the nursery. Returns RewardFacts for the pool, and a function that makes a
     worker's answers."""
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
-    rewards = load_rewards(configs, setup["timeout_s"])
+    rewards = load_rewards(configs, setup["timeout_s"], variables=setup["secrets"])
     # Its import at the first call takes 2 s, which would count as the call's.
     if any(config.is_shipped and config.name == "math" for config in configs):
         load_math_verify()
@@ -91,8 +92,7 @@ def call_reward(
         except TypeError:
             is_list = False
         if not is_list:
-            rule = f"must return a list of numbers or None; got {type(values).__name__}"
-            return {"failed": rule}
+            return {"failed": f"{NO_LIST}; got {type(values).__name__}"}
         values = list(values)
         if len(values) != num_completions:
             return {"broken": f"returned {len(values)} values for {num_completions} completions"}

@@ -30,7 +30,7 @@ import msgspec
 from grpo_spmd.config.describe import redact
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
-from grpo_spmd.rewards.trl import FailedCallError
+from grpo_spmd.rewards.trl import MAX_REWARD, FailedCallError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -49,14 +49,16 @@ _BYTES_A_TOKEN = 256
 _ROUNDING = 1e-4
 
 
-def headers_of(headers_env: Mapping[str, str], entry: str) -> dict[str, str]:
+def headers_of(
+    headers_env: Mapping[str, str], entry: str, variables: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Returns the headers, with their values from environment variables.
 
     Raises ConfigError, without the value, for a variable that is not there or cannot be sent.
     """
     headers = {}
     for name, variable in headers_env.items():
-        value = os.environ.get(variable, "").strip()
+        value = variables.get(variable, "").strip()
         if not (value and value.isascii() and value.isprintable()):
             raise ConfigError(
                 f"{entry}.{name}: the environment variable {variable} is not set, or holds what is "
@@ -76,6 +78,26 @@ class UnexpectedError(ValueError):
     def __init__(self, message: str, content: object = "") -> None:
         super().__init__(message)
         self.content = content
+
+
+class FirstAnswer:
+    """Holds the answers of one server to its first: it must stay one model with one vocabulary."""
+
+    def __init__(self) -> None:
+        self._facts: dict[Any, str] = {}
+
+    def hold(self, model: str | None, tokens: Mapping[int, str] | None = None) -> None:
+        """Compares the name of the model that answered, and the texts of tokens by id, with those
+        of earlier answers. Threads may call it. Raises UnexpectedError where they differ."""
+        first = self._facts.setdefault("model", model) if model else model
+        if first != model:
+            raise UnexpectedError("by another model than before", [first, model])
+        for token_id, text in (tokens or {}).items():
+            # vLLM writes a part of a character as its neighbours make it.
+            first = self._facts.setdefault(token_id, text) if text and text.isascii() else text
+            if first != text:
+                message = f"with another vocabulary than before: token {token_id}"
+                raise UnexpectedError(message, [first, text])
 
 
 class JsonClient:
@@ -119,6 +141,7 @@ class JsonClient:
 
         # It takes 0.2 s to import, and most runs ask no server.
         import aiohttp
+        from aiohttp.http_exceptions import HttpProcessingError
 
         def ask() -> Any:
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
@@ -129,8 +152,10 @@ class JsonClient:
             return ask() if limit_s is None else within(limit_s + _GRACE_S, ask)
         except aiohttp.ClientConnectorCertificateError as error:
             raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        # HttpProcessingError: aiohttp's parser in Python lets it through.
+        except (aiohttp.ClientError, HttpProcessingError, OSError, UnicodeError) as error:
+            details = " ".join(str(error).split())
+            reason = f"{type(error).__name__}: {details}" if details else type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError) and error.errno:
                 # aiohttp writes two addresses around it.
                 reason = os.strerror(error.errno)
@@ -198,7 +223,9 @@ class JsonClient:
     def _redact(self, text: str) -> str:
         for secret in self._secrets:
             text = text.replace(secret, "<redacted>")
-        return redact(text)[:_MAX_SHOWN_CHARS]
+        # A terminal would obey escapes in a server's words.
+        printable = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
+        return redact(printable)[:_MAX_SHOWN_CHARS]
 
 
 def retry_after_s(value: str) -> float | None:
@@ -218,8 +245,10 @@ def as_finite(value: Any) -> float:
 
     Raises UnexpectedError if it is not finite.
     """
-    if not isinstance(value, int | float) or abs(value) > 1e300 or not math.isfinite(value):
+    if not isinstance(value, int | float) or not abs(value) < math.inf:
         raise UnexpectedError("what is no finite number", value)
+    if abs(value) > MAX_REWARD:
+        raise UnexpectedError(f"a number beyond {MAX_REWARD:g}", value)
     return float(value)
 
 
@@ -263,6 +292,7 @@ class PromptLogprobs:
         self._completions = JsonClient(url, headers)
         self._models = JsonClient(models, headers)
         self._model = model
+        self._first = FirstAnswer()
 
     def list_models(self, limit_s: float) -> list[ServedModel]:
         """Returns the server's models. Raises FailedCallError."""
@@ -288,7 +318,10 @@ class PromptLogprobs:
         max_bytes = MAX_ANSWER_BYTES + len(ids) * (top_k + 1) * _BYTES_A_TOKEN
         answer = self._completions.ask(body, limit_s=limit_s, max_bytes=max_bytes)
         try:
-            return _read_positions(answer, ids, top_k)
+            positions = _read_positions(answer, ids, top_k)
+            texts = (position.text for position in positions)
+            self._first.hold(answer.get("model"), dict(zip(ids[1:], texts, strict=True)))
+            return positions
         except UnexpectedError as error:
             raise self._completions.malformed(error) from None
 
@@ -312,6 +345,7 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    model: str | None = None
 
 
 def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[PositionLogprobs]:

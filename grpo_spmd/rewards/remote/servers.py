@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import UntrustedError, open_regular
 from grpo_spmd.rewards.pool.call_limits import share_of
 from grpo_spmd.rewards.remote.client import (
+    FirstAnswer,
     JsonClient,
     UnexpectedError,
     as_finite,
@@ -75,9 +77,13 @@ class ServerFunction:
     Its client is made at its first call, in a worker: no other process needs the secrets.
     """
 
-    def __init__(self, config: RewardConfig, entry: str) -> None:
-        """Raises ConfigError for a bad rubric, and for `args` that belong to the form itself."""
+    def __init__(
+        self, config: RewardConfig, entry: str, variables: Mapping[str, str] = os.environ
+    ) -> None:
+        """`variables` hold the values of `headers_env`. Raises ConfigError for a bad rubric, and
+        for `args` that belong to the form itself."""
         self._config = config
+        self._variables = variables
         self._where = entry
         self._client: JsonClient | None = None
         self.form: Form = _Slime() if config.form == "slime" else _OpenRlhf()
@@ -97,7 +103,8 @@ class ServerFunction:
     ) -> list[float]:
         config = self._config
         if self._client is None:
-            headers = headers_of(config.headers_env, f"{self._where}.headers_env")
+            entry = f"{self._where}.headers_env"
+            headers = headers_of(config.headers_env, entry, self._variables)
             self._client = JsonClient(str(config.url), headers)
         texts = [assistant_text(completion) for completion in completions]
         answer = self._client.ask({**config.args, **self.form.body(prompts, texts, columns)})
@@ -195,6 +202,7 @@ class _ChatAnswer(msgspec.Struct):
     """The fields of a chat completion that are read."""
 
     choices: list[_Choice]
+    model: str | None = None
 
 
 class Judge(Form):
@@ -205,6 +213,7 @@ class Judge(Form):
     def __init__(self, config: RewardConfig, entry: str) -> None:
         """Raises ConfigError for a bad rubric."""
         self._config = config
+        self._first = FirstAnswer()
         self._rubric = read_rubric(str(config.judge), entry)
         names = dict.fromkeys(fields_in(self._rubric))
         self.needs = tuple(name for name in names if name not in ("prompt", "completion"))
@@ -233,9 +242,11 @@ class Judge(Form):
 
     def scores(self, answer: Any, number: int) -> list[float]:
         try:
-            choice = msgspec.convert(answer, _ChatAnswer).choices[0]
+            chat = msgspec.convert(answer, _ChatAnswer)
+            choice = chat.choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
+        self._first.hold(chat.model)
         return [self.score_of(choice.message.content, choice.finish_reason)]
 
     def score_of(self, reply: str, finish_reason: Any) -> float:

@@ -1,0 +1,296 @@
+"""Trials before a run: users' code is called once, servers are knocked on, a prompt is shown.
+
+Rewards are called for the first row and environments begin it, in processes of their own as in the
+run, so that this process imports none of the users' code twice and no GPU is touched. No model is
+needed, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from grpo_spmd.checks.data import PromptView, view_prompts
+from grpo_spmd.checks.inputs import Inputs
+from grpo_spmd.config.errors import ConfigError, say
+from grpo_spmd.config.rules import check_known_rewards
+from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.data.rows import PromptRow, key_and_source
+from grpo_spmd.model.config_json import local_folder
+from grpo_spmd.rewards.pool.nursery import encode_frame
+from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess
+from grpo_spmd.rewards.protocol import Reward
+from grpo_spmd.rewards.trl import NO_LIST, NO_NUMBER
+
+# Columns that may hold the right answer, which is one of the completions that are tried.
+_GOLD_COLUMNS = ("answer", "solution", "label", "ground_truth")
+_KNOCK_S = 3.0
+_PACKAGE = str(Path(__file__).parents[1])
+_MAX_SHOWN_CHARS = 400
+_FRAME = re.compile(r'File "(.+)", line (\d+)')
+_PORTS = {"http": 80, "https": 443}
+
+
+def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) -> str:
+    """Makes all trials on rank 0, says what they found, and returns one line of what was checked.
+
+    `tell` takes what the run will show its model. Raises ConfigError for what can never work.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return ""
+    view = view_prompts(inputs.rows, local_folder(config.model.path))
+    if config.environment.is_on and view.has_template is False:
+        raise ConfigError(
+            f"environment: {config.model.path} has no chat template, which a conversation needs; "
+            "give the model's folder one (chat_template.jinja)"
+        )
+    if config.data.on_long_prompt == "drop" and view.shortest > config.data.max_prompt_tokens:
+        raise ConfigError(
+            f"data.max_prompt_tokens ({config.data.max_prompt_tokens}): the shortest prompts have "
+            f"{view.shortest} tokens, and data.on_long_prompt: drop would leave none; raise it"
+        )
+    warnings = _try(config, inputs)
+    if view.problem:
+        row = inputs.rows[0].where
+        warnings.append(f"model.path: its chat template fails for {row}: {view.problem}")
+    for line in _notes(config, inputs, view):
+        tell(line)
+    for line in warnings:
+        say(f"warning: {line}")
+    return _summary(config, inputs, view)
+
+
+def _try(config: Config, inputs: Inputs) -> list[str]:
+    """Returns the warnings of all trials. Raises ConfigError for what can never work."""
+    warnings = [*_knock(config)]
+    called: dict[str, tuple[RewardConfig, Reward]] = {}
+    looking: list[RewardConfig] = []
+    for (index, reward), loaded in zip(_pool_rewards(config), inputs.rewards, strict=True):
+        if loaded.looks_at_environments:
+            looking.append(reward)
+        # What ships is known, and checks/inputs.py has read the rows for it.
+        elif reward.function is not None:
+            called[f"rewards.{index}"] = reward, loaded
+    if called:
+        setup = {"timeout_s": config.reward_pool.timeout_s, "secrets": {}}
+        configs = [reward for reward, _ in called.values()]
+        with _Trial("grpo_spmd.rewards.pool.worker", setup, configs) as trial:
+            trial.load()
+            for number, (key, (reward, loaded)) in enumerate(called.items()):
+                seconds = reward.timeout_s or config.reward_pool.timeout_s
+                ask = partial(trial.ask, seconds=seconds)
+                warnings += _try_reward(ask, number, key, reward=loaded, inputs=inputs)
+    if config.environment.is_on:
+        warnings += _try_environment(config, inputs, looking)
+    return warnings
+
+
+def _summary(config: Config, inputs: Inputs, view: PromptView) -> str:
+    """Returns in one line what was checked."""
+    longest = f" (longest {view.longest} tokens)" if view.longest else ""
+    parts = ["model", f"{len(inputs.rows):,} prompts{longest}"]
+    parts += [f"{len(rows):,} of data.eval.{name}" for name, rows in inputs.eval_rows.items()]
+    number = len(config.rewards)
+    parts.append(f"{number} reward{'s' * (number != 1)}")
+    is_on = {
+        "environment": config.environment.is_on,
+        "teacher": config.teacher.is_on,
+        "critic": config.critic.path is not None,
+    }
+    parts += [name for name, value in is_on.items() if value]
+    return f"checked: {', '.join(parts)}"
+
+
+def _notes(config: Config, inputs: Inputs, view: PromptView) -> Iterator[str]:
+    """Yields what the run will show its model, and what looks like a mistake in it."""
+    text = view.text
+    if len(text) > _MAX_SHOWN_CHARS:
+        half = _MAX_SHOWN_CHARS // 2
+        text = f"{text[:half]} [...] {text[-half:]}"
+    size = f", {view.num_tokens} tokens" if view.num_tokens else ""
+    yield f"prompt 1 of {len(inputs.rows):,}{size}: {text!r}"
+    is_plain = isinstance(inputs.rows[0].prompt, str)
+    if is_plain and view.has_template and not config.environment.is_on:
+        yield (
+            "note: the prompts are plain text, though the model has a chat template: "
+            "data.as_chat: true shows them as a user's messages"
+        )
+    source = key_and_source(config.data, None)[1]
+    for name, rows in inputs.eval_rows.items():
+        if key_and_source(config.data, name)[1] == source or _are_same(rows, inputs.rows):
+            yield f"note: data.eval.{name} is data.train: it measures what was learned by heart"
+
+
+def _are_same(rows: Sequence[PromptRow], other_rows: Sequence[PromptRow]) -> bool:
+    if len(rows) != len(other_rows):
+        return False
+    pairs = zip(rows, other_rows, strict=True)
+    return all(row.prompt == other.prompt and row.columns == other.columns for row, other in pairs)
+
+
+def _pool_rewards(config: Config) -> Iterator[tuple[int, RewardConfig]]:
+    return ((index, reward) for index, reward in enumerate(config.rewards) if reward.uses_pool)
+
+
+def _knock(config: Config) -> Iterator[str]:
+    """Yields a warning for each reward server to whose port nobody listens. Sends no request."""
+    for index, reward in _pool_rewards(config):
+        if reward.url is None:
+            continue
+        address = urlsplit(reward.url)
+        host, port = address.hostname or "", address.port or _PORTS.get(address.scheme, 80)
+        try:
+            socket.create_connection((host, port), _KNOCK_S).close()
+        except OSError as error:
+            yield (
+                f"rewards.{index}.url: nobody answers at {host}:{port} "
+                f"({error.strerror or error}); start the server before the first step ends"
+            )
+
+
+class _Trial(ProcessPool):
+    """One process that makes one call after the other, as those of the run do."""
+
+    _what = "reward"
+
+    def __init__(
+        self, module: str, setup: Mapping[str, Any], rewards: Sequence[RewardConfig]
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        self._reply: dict[str, Any] = {}
+        if module == "grpo_spmd.episodes.worker":
+            self._what = "environment"
+        super().__init__(
+            module,
+            setup,
+            rewards,
+            Path(self._folder.name, "log"),
+            # A breakpoint is for the run.
+            variables={"PYTHONBREAKPOINT": "0"},
+        )
+
+    def close(self) -> None:
+        super().close()
+        self._folder.cleanup()
+
+    def load(self) -> Any:
+        """Returns the facts about the users' code. Raises ConfigError if it cannot be loaded."""
+        return self._wait_until_ready()
+
+    def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Returns the reply to a call, or {"failed": why there is none in time}."""
+        frame = encode_frame(dict(message))
+        self._reply = {}
+        worker = next(iter(self._workers.values()), None) or self._spawn()
+        with suppress(OSError):
+            self._give(worker, message, frame, seconds)
+        while not self._reply:
+            self._listen(0.5)
+        return self._reply
+
+    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+        self._reply = reply
+        self._release(worker)
+
+    def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
+        self._reply = {"failed": reason}
+
+    def _too_long(self, worker: WorkerProcess) -> str:
+        return "took longer than its time limit"
+
+    def _ended(self, reason: str) -> ConfigError:
+        # The first line says what was not loaded, and the last one of a traceback why.
+        head, _, rest = reason.strip().partition("\n")
+        return ConfigError(f"{head} {rest.splitlines()[-1]}{_place(rest)}" if rest else head)
+
+
+def _place(report: str) -> str:
+    """Returns the last place in a file of users that a report names, as " (FILE:LINE)", or ""."""
+    places = [place for place in _FRAME.findall(report) if not place[0].startswith(_PACKAGE)]
+    return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+
+
+def _try_reward(
+    ask: Callable[[Mapping[str, Any]], dict[str, Any]],
+    number: int,
+    key: str,
+    *,
+    reward: Reward,
+    inputs: Inputs,
+) -> Iterator[str]:
+    """Yields a warning if a function fails for row 1. Raises ConfigError for a wrong type.
+
+    `number` is the function's in the process that `ask` asks, `key` its entry in the config.
+    """
+    row = inputs.rows[0]
+    gold = next((row.columns[name] for name in _GOLD_COLUMNS if name in row.columns), None)
+    texts = ["", *([str(gold)] if isinstance(gold, str | int | float) else [])]
+    columns = dict.fromkeys([*inputs.columns, *reward.needs]) | row.columns
+    batches = [[text] for text in texts] if reward.one_at_a_time else [texts]
+    for batch in batches:
+        is_text = isinstance(row.prompt, str)
+        completions = [t if is_text else [{"role": "assistant", "content": t}] for t in batch]
+        keywords: dict[str, Any] = {name: [value] * len(batch) for name, value in columns.items()}
+        keywords |= {
+            "prompts": [row.prompt] * len(batch),
+            "completions": completions,
+            "completion_ids": [[*range(len(text))] for text in batch],
+        }
+        try:
+            reply = ask({"reward": number, "keywords": keywords})
+        except TypeError as error:
+            raise ConfigError(f"{row.where}: {error}") from None
+        name = f"{key}: {reward.name!r}"
+        if "broken" in reply:
+            raise ConfigError(f"{name} {reply['broken']}")
+        failures = [reply["failed"]] if "failed" in reply else reply.get("values", ())
+        for failure in failures:
+            if not isinstance(failure, str):
+                continue
+            report = failure.partition("\n")[0]
+            if failure.startswith(NO_LIST) or NO_NUMBER in failure:
+                raise ConfigError(
+                    f"{name} {report}; a reward function is fn(prompts, completions, "
+                    "completion_ids, **columns), lists in, a list of numbers out"
+                )
+            shown = " and ".join(f"{text[:60]!r}" for text in batch)
+            yield f"{name} {report}{_place(failure)}, for the completion {shown} of {row.where}"
+            break
+
+
+def _try_environment(
+    config: Config, inputs: Inputs, looking: Sequence[RewardConfig]
+) -> Iterator[str]:
+    """Yields a warning if the environment cannot begin row 1. Raises ConfigError if it cannot be
+    loaded, or if nothing gives a reward."""
+    setup = {"environment": asdict(config.environment), "max_chars": 10_000_000}
+    with _Trial("grpo_spmd.episodes.worker", setup, looking) as trial:
+        facts = trial.load()
+        weights = {reward.name: reward.weight for reward in inputs.rewards}
+        check_known_rewards(config, weights | facts["weights"])
+        # An agent's episode is one call, which asks a model.
+        if facts["kind"] == "agent":
+            return
+        row = inputs.rows[0]
+        call = {
+            "method": "begin",
+            "serial": 0,
+            "seed": config.seed,
+            "row": {**dict.fromkeys(inputs.columns), **row.columns, "prompt": row.prompt},
+        }
+        reply = trial.ask(call, config.environment.call_timeout_s)
+        if "broken" in reply:
+            raise ConfigError(f"environment: {reply['broken']}")
+        if "failed" in reply:
+            failure = reply["failed"]
+            report = f"{failure.partition(chr(10))[0]}{_place(failure)}"
+            yield f"environment: an episode of {row.where} cannot begin: it {report}"
