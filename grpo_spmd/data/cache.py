@@ -6,8 +6,8 @@ Nothing in an entry is executed. Beside each file lies a *note*, which has the f
 was when the entry was complete. An entry whose file has another stamp, or no note, was changed by
 somebody, and is made again. Folders must be on a disk of the node: a file that is mapped from
 another host disappears, and the rank crashes, when somebody removes it there. So do all ranks of a
-node with SIGBUS where somebody cuts a file short that they have mapped: only this user can. Where no folder takes
-an entry, each rank keeps its own in memory.
+node with SIGBUS where somebody cuts a file short that they have mapped: only this user can. Where
+no folder takes an entry, each rank keeps its own in memory.
 """
 
 from __future__ import annotations

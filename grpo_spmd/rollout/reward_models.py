@@ -277,6 +277,10 @@ class RewardTexts:
             messages = [{"role": "user", "content": before}]
         else:
             messages = list(before)
+        # The data set's own messages; further ones are of reset() or of an agent.
+        num_dataset = len(messages) if before == prompt.text else 0
+        if isinstance(prompt.text, list):
+            num_dataset = len(prompt.text)
         answer = [{"role": "assistant", "content": text}] if episode is None else episode.messages
         render_text = partial(render, self.tokenizer, generate=False, template=self._files.template)
         try:
@@ -286,7 +290,7 @@ class RewardTexts:
                 self._plain,
                 render_text,
                 [*messages, *answer],
-                len(messages) if isinstance(prompt.text, str) else len(prompt.text),
+                num_dataset,
                 marks_thinking=False,
             )
             return self._plain.encode(rendered, data)
