@@ -230,7 +230,7 @@ CASES: dict[str, Case] = {
         ),
         "most tokens are clipped",
     ),
-    "a rank that is stopped": Case((), "rank 1 is slow", num_ranks=2, stops_rank=1, num_steps=24),
+    "a rank that is stopped": Case((), "rank 1 is slow", num_ranks=2, stops_rank=1, num_steps=40),
     # healthy runs
     **{f"healthy: seed {seed}": Case((f"seed={seed}",), num_steps=40) for seed in range(4)},
     "healthy: 2 ranks": Case((), num_ranks=2, num_steps=30),

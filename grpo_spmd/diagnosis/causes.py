@@ -182,14 +182,17 @@ def _judge_teacher(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Fi
 
 def _judge_critic(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Finding]:
     explained = metric_curve(run.steps, "critic/explained_variance")
-    varied = metric_curve(run.steps, "reward/std").end > 0
-    if len(explained) >= _MIN_STEPS_TO_LEARN and explained.end <= 0.05 and varied:
+    loss = metric_curve(run.steps, "critic/loss")
+    # Where the reward is hard to foresee, a critic that has learned explains little too.
+    has_learned = loss.end < 0.8 * loss.start
+    if len(explained) >= _MIN_STEPS_TO_LEARN and explained.end <= 0.05 and not has_learned:
         yield Finding(
             "warning",
             "the critic explains nothing",
             f"critic/explained_variance is {explained.end:.2g} after {len(explained)} steps (1 is "
-            "best, 0 is a constant): advantages are no better than rewards. A larger critic.lr, "
-            "more critic.warmup_steps, or advantage.estimator=grpo.",
+            f"best, 0 is a constant), and critic/loss went from {loss.start:.2g} to {loss.end:.2g}: "
+            "advantages are no better than rewards. A larger critic.lr, more critic.warmup_steps, "
+            "or advantage.estimator=grpo.",
             step=int(explained.steps[0]),
             metric=explained.key,
         )

@@ -327,7 +327,7 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
 def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
     entropy = metric_curve(run.steps, "loss/entropy")
     half_way = entropy.moved(0.5)
-    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or is_solved(run):
+    if half_way is None or len(entropy) < 6 or entropy.start <= 0 or has_learned(run):
         return
     ratio = entropy.end / entropy.start
     # Entropy falls in a healthy run too, so only a large change counts.
@@ -503,19 +503,24 @@ SYMPTOMS: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
 )
 
 
-def is_solved(run: RecordedRun) -> bool:
-    """Returns True if the reward has risen, is at its best, and hardly differs within a step.
+def has_learned(run: RecordedRun) -> bool:
+    """Returns True if the reward has risen, is at its best, and is what it should measure.
 
-    A run in which a reward of its own fell, or which cuts its completions off, has not solved its
-    prompts.
+    A run in which a reward of its own fell, or which cuts its completions off, has learned
+    something else.
     """
     reward = metric_curve(run.steps, "reward/mean")
-    std = metric_curve(run.steps, "reward/std")
-    has_risen = reward.end - reward.start >= 0.5 * std.start > 0
+    spread = metric_curve(run.steps, "reward/std").start
+    has_risen = reward.end - reward.start >= 0.5 * spread > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
     is_cut_off = metric_curve(run.steps, "completion/truncated_frac").end >= 0.5
-    is_hacked = any(named.end < named.start for named in fallen_rewards(run))
-    return has_risen and is_best and std.end <= 0.5 * std.start and not is_cut_off and not is_hacked
+    return has_risen and is_best and not is_cut_off and not fallen_rewards(run)
+
+
+def is_solved(run: RecordedRun) -> bool:
+    """Returns True if the run has learned, and rewards hardly differ within a step any more."""
+    std = metric_curve(run.steps, "reward/std")
+    return has_learned(run) and std.end <= 0.5 * std.start
 
 
 def fallen_rewards(run: RecordedRun) -> list[Curve]:

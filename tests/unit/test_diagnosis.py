@@ -182,6 +182,22 @@ def test_a_healthy_figure_is_no_finding(metric: str, value: float, tmp_path: Pat
     assert [*diagnose(tmp_path, lines)] == ["nothing stands out"]
 
 
+def test_the_figures_of_a_critic_are_in_its_finding(tmp_path: Path) -> None:
+    change, _, _ = SINGLE_CAUSES["the critic explains nothing"]
+    (finding,) = diagnose(tmp_path, changed(change)).values()
+    assert "is 0.01 after 60 steps" in finding.text
+    assert "critic/loss went from 1 to 1" in finding.text
+
+
+def test_a_critic_that_learns_what_can_be_foreseen_is_no_finding(tmp_path: Path) -> None:
+    lines = changed(
+        lambda line, share: line.update(
+            {"critic/explained_variance": 0.01, "critic/loss": 1.0 - 0.5 * share}
+        )
+    )
+    assert [*diagnose(tmp_path, lines)] == ["nothing stands out"]
+
+
 def write_timeline(folder: Path, slow_rank: int | None, reward_s: float = 1.0) -> None:
     """Three ranks that leave the reward together; one may sample for longer."""
     lines = []
