@@ -249,7 +249,7 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
 
 
 def _read_vllm_arguments() -> dict[str, str]:
-    """Returns {argument of vllm.LLM: its annotation as text}; "" where it has no annotation.
+    """Returns {argument of vllm.LLM: its annotation in EngineArgs}; "" if only LLM.__init__ has it.
 
     Returns {} if vLLM is not installed or its source has another layout. The source is parsed,
     because importing vllm takes ten seconds.

@@ -2,8 +2,8 @@
 
 A key has its type, default, bounds and help text here and nowhere else: the text below a field is
 its help, which `describe.help_texts` reads for `--help`. rules.py has what keys demand of each
-other. configs/README.md has the same table, printed by
-`python -m grpo_spmd.config.describe`.
+other. `python -m grpo_spmd.config.describe` prints a table of all keys, of which
+configs/README.md has a copy.
 """
 
 from __future__ import annotations

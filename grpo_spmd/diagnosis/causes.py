@@ -190,7 +190,7 @@ def _judge_critic(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Fin
             "warning",
             "the critic explains nothing",
             f"critic/explained_variance is {explained.end:.2g} after {len(explained)} steps (1 is "
-            f"best, 0 is a constant), and critic/loss went from {loss.start:.2g} to {loss.end:.2g}: "
+            f"best, 0 a constant), and critic/loss went from {loss.start:.2g} to {loss.end:.2g}: "
             "advantages are no better than rewards. A larger critic.lr, more critic.warmup_steps, "
             "or advantage.estimator=grpo.",
             step=int(explained.steps[0]),

@@ -1,6 +1,7 @@
 """Explains vLLM's errors in the words of our config, and ends the engines of a failed run.
 
-It imports no torch and no vllm, since `--check` predicts the CPU engine's cache with it."""
+It imports no torch and no vllm: `--check`, which must do without them, asks it beforehand whether
+the CPU engine's KV cache will fit."""
 
 from __future__ import annotations
 

@@ -277,9 +277,9 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 
 
 def delete_until(run_dir: str | Path, step: int) -> None:
-    """Deletes the completions of steps up to `step`, once its checkpoint is complete.
+    """Deletes the completions of all steps up to and with `step`.
 
-    One rank calls it. Errors only give warnings.
+    One rank calls it, after the checkpoint of `step` is complete. Errors only give warnings.
     """
     for old_step in steps_on_disk(run_dir):
         if old_step <= step:

@@ -446,9 +446,10 @@ class TailBatching:
 def open_tail(
     fresh: PromptStream, num_rows: int, rollout: RolloutConfig, waiting: Sequence[int]
 ) -> tuple[TailStream, TailBatching]:
-    """Returns the stream and the batching of a run that resumes with `waiting` prompts (positions).
+    """Returns the stream and the batching of a run.
 
-    Raises ConfigError.
+    `waiting` has the positions in the stream of prompts that an earlier launch began and did not
+    train on. Raises ConfigError if the data has fewer rows than one generation launches.
     """
     check_enough_to_launch(num_rows, rollout)
     stream = TailStream(fresh, num_rows, rollout.num_launched_prompts, waiting)

@@ -182,8 +182,9 @@ class ValueTargets(SyntheticTargets):
         term = LossTerm((plain * 0.0).sum(), 0.0)
         difference = 0.0
         if hidden:
-            term, values = self.plain_loss(plain, rollouts, num_tokens)
-            difference = relative_size(values - plain.detach(), plain.detach())
+            term, trainer_values = self.plain_loss(plain, rollouts, num_tokens)
+            difference = relative_size(trainer_values - plain.detach(), plain.detach())
+        # The targets of set_targets.
         self._columns = []
 
         @torch.no_grad()

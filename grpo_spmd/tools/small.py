@@ -48,7 +48,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)
 def train(num_steps: int) -> None:
     """Collective. Trains, and prints one line for each step.
 
-    The line has the mean reward, the loss, and the largest |policy - engine| of a token's logprob.
+    The line has, over all ranks, the mean reward, the loss, and the largest |policy - engine| of a
+    token's logprob.
     """
     session = start_session()
     tokenizer = load_tokenizer(MODEL.path)

@@ -1,5 +1,6 @@
-"""Worker processes: a deadline for each call, a hard kill, exact counts.
+"""Worker processes: a deadline for each call, a hard kill, exact counts of errors and timeouts.
 
-processes.py is the rank's side, for rewards in pool.py; nursery.py, started by exec, and worker.py
-have no torch. Imports config, records, the doctor and the protocol.
+pool.py scores rewards through processes.py, the rank's side. nursery.py, a process started by exec,
+forks the workers (worker.py); neither has torch. Imports config, records,
+the doctor and the protocol.
 """

@@ -213,7 +213,9 @@ class ProcessPool:
     # The workers and their messages.
 
     def _listen(self, max_s: float) -> None:
-        """Handles all messages that come within `max_s` seconds, then checks the deadlines."""
+        """Waits for a message, at most `max_s` seconds and not past the next deadline.
+
+        Handles what is there by then, and fails the workers whose deadline has passed."""
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
