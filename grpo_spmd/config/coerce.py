@@ -11,7 +11,7 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from typing import Any
@@ -60,9 +60,10 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls, include_extras=True)
     # Unknown keys first: a misspelt key would else be reported as one that is missing.
-    for name in tree:
-        if name not in fields:
-            raise ConfigError(unknown_key(join_key(prefix, str(name)), prefix, tree[name]))
+    errors = [*_unknown_keys(cls, tree, prefix)]
+    if errors:
+        count = f"{len(errors)} unknown keys: " if len(errors) > 1 else ""
+        raise ConfigError(count + "; ".join(errors))
     values = {}
     for name, field in fields.items():
         key = join_key(prefix, name)
@@ -191,6 +192,23 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
         if is_section(hint):
             names += key_names(hint, names[-1])
     return names
+
+
+def _unknown_keys(cls: type, tree: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    """Yields the error line of each key in `tree` and its sections that the schema lacks."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    for name, value in tree.items():
+        key = join_key(prefix, str(name))
+        if name not in hints:
+            yield unknown_key(key, prefix, value)
+            continue
+        [item_hint, *_] = typing.get_args(hints[name]) or [None]
+        if is_section(hints[name]) and isinstance(value, Mapping):
+            yield from _unknown_keys(hints[name], value, key)
+        elif is_section(item_hint) and isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                if isinstance(item, Mapping):
+                    yield from _unknown_keys(item_hint, item, f"{key}.{index}")
 
 
 def unknown_key(key: str, prefix: str, value: Any) -> str:

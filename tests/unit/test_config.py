@@ -188,6 +188,22 @@ def test_unknown_key_like_none_points_to_help(tmp_path: Path) -> None:
     assert _refusal(tmp_path, {"zzzzqqq": 1}) == "zzzzqqq: unknown key; --help lists them all"
 
 
+def test_all_unknown_keys_are_named_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        "run_dir: r\nmodel: {path: m, pth: 3}\ndata: {train: x, max_prompt_length: 5}\n"
+        "rewards: [{nme: x}]\nactor: {lr: 1}\n"
+    )
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value) == (
+        "4 unknown keys: model.pth: unknown key; did you mean model.path?; "
+        "data.max_prompt_length: unknown key, verl's name: here data.max_prompt_tokens; "
+        "rewards.0.nme: unknown key; did you mean rewards.0.name?; "
+        "actor: unknown key; --help lists them all"
+    )
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
