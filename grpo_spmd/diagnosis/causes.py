@@ -22,6 +22,8 @@ _MIN_STEPS_TO_LEARN = 20
 _ALIKE_FRAC = 0.999
 _SLOW_FRAC = 0.4  # of a step's time
 _SLOW_CALL_FRAC = 0.5  # of the time that a step samples
+# Only a step away from the sampling policy is clipped, so about half of the tokens at the most.
+_CLIPPED_FRAC = 0.3
 _TEACHES_NAT = 1e-5  # a KL below it is rounding
 
 
@@ -232,11 +234,11 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
 
 def _judge_off_policy(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterator[Finding]:
     clipped = metric_curve(run.steps, "loss/clip_frac")
-    steps = find_range(clipped.steps, clipped.values >= 0.5)
+    steps = find_range(clipped.steps, clipped.values >= _CLIPPED_FRAC)
     if steps is not None and steps.is_open:
         yield Finding(
             "warning",
-            "most tokens are clipped",
+            "many tokens are clipped",
             f"loss/clip_frac is {clipped.end:.0%}: the policy has left the one that sampled before "
             "a step's updates are done. Fewer training.num_epochs or num_mini_batches, a lower "
             "optimizer.lr, or wider loss.clip_ratio_low and clip_ratio_high.",

@@ -150,7 +150,7 @@ SINGLE_CAUSES: dict[str, tuple[Callable[[Line, float], None], str, str]] = {
         "warning",
         "ranks wait",
     ),
-    "most tokens are clipped": (
+    "many tokens are clipped": (
         lambda line, share: line.update({"loss/clip_frac": 0.7}),
         "warning",
         "",
