@@ -304,8 +304,8 @@ def test_a_step_whose_rewards_are_refused_is_still_shown(run: Path) -> None:
         if any("error" in r["statuses"].values() for r in dumped(run, step))
     )
     result, text = replayed(run, step, "reward_pool.max_error_frac=0.01")
-    assert "the step is refused: RewardError: reward 'odd' gave no usable value for" in text
-    assert "ValueError: two twos" in text
+    assert "the step is refused: RewardError: reward 'odd' raised ValueError: two twos (" in text
+    assert "reward 'odd' gave no usable value for" in text
     assert result.rollouts
     assert not result.metrics
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -127,7 +128,9 @@ def test_exception_is_said_with_its_traceback(is_async: bool) -> None:
         raise KeyError("gone")
 
     failed = _call(async_reward if is_async else sync_reward)["failed"]
-    assert failed.startswith("raised KeyError: 'gone'\nTraceback (most recent call last)")
+    first, second, *_ = failed.splitlines()
+    assert re.fullmatch(r"raised KeyError: 'gone' \(test_rewards\.py:\d+\)", first)
+    assert second == "Traceback (most recent call last):"
     assert __file__ in failed
 
 

@@ -276,7 +276,7 @@ def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of
     scored.first_error = "environment (row 1): hung"
     sampled = decode_groups([encode_groups(groups, scored, 4)], 4)
     with pytest.raises(
-        RewardError, match=r"failed in 1 of 4 episodes \(0 env_error, 1 env_timeout\).*\n.*hung"
+        RewardError, match=r"hung; the environment failed in 1 of 4 episodes \(0 env_error, 1"
     ):
         check_environment_errors(sampled.rows, sampled.counts.first_errors, 0.25)
     sizes = RolloutConfig(num_prompts_per_step=1, group_size=4)
