@@ -271,7 +271,7 @@ bad_value("optimizer.lr must be a number >= 0; got nan", "optimizer.lr=.nan")
 bad_value("optimizer.lr must be a finite number", "optimizer.lr=.inf")
 bad_value("optimizer.lr must be a number >= 0; got 'small'", "optimizer.lr=small")
 bad_value("optimizer.lr must be a number >= 0; got -0.1", "optimizer.lr=-0.1")
-bad_value("rewards.0.weight must be a finite number", "rewards.0.weight=.nan")
+bad_value("rewards.0.weight must be a number >= -1e+06 and <= 1e+06; got nan", "rewards.0.weight=.nan")
 bad_value("training.num_steps must be a whole number >= 1; got 0", "training.num_steps=0")
 bad_value("training.num_steps must be a whole number >= 1; got 2.5", "training.num_steps=2.5")
 bad_value(
