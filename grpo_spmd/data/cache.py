@@ -5,9 +5,9 @@ with a blob of bytes, integer arrays and JSON. Its name is a *fingerprint*, a di
 Nothing in an entry is executed. Beside each file lies a *note*, which has the file's `stamp` as it
 was when the entry was complete. An entry whose file has another stamp, or no note, was changed by
 somebody, and is made again. Folders must be on a disk of the node: a file that is mapped from
-another host disappears, and the rank crashes, when somebody removes it there. So do all ranks of a
-node with SIGBUS where somebody cuts a file short that they have mapped: only this user can. Where
-no folder takes an entry, each rank keeps its own in memory.
+another host disappears, and the rank crashes, when somebody removes it there. Likewise SIGBUS ends
+all ranks of a node if this user, who alone can, truncates an entry that they have mapped. Where no
+folder takes an entry, each rank keeps its own in memory.
 """
 
 from __future__ import annotations

@@ -59,6 +59,9 @@ def main() -> None:
             make_folder(out, {"seed": args.seed, "demo": args.name}, fill)
     except ConfigError as error:
         refuse(error)
+    except OSError as error:
+        # Too long a name, a folder without permission, a full disk.
+        refuse(ConfigError(f"--out: {error.filename or out}: {error.strerror}"))
 
 
 if __name__ == "__main__":

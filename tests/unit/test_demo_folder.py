@@ -35,6 +35,12 @@ def test_what_no_demo_has_made_is_kept(
     error = capsys.readouterr().err
     assert error.startswith("error: --out: ")
     assert error.count("\n") == 1
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path / ("a" * 300))])
+    with pytest.raises(SystemExit, match="2"):
+        command.main()
+    error = capsys.readouterr().err
+    assert error.endswith(": File name too long\n")
+    assert error.count("\n") == 1
     assert thesis.read_text() == "years"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "link"]
 

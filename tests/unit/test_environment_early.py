@@ -119,15 +119,17 @@ def test_what_the_nursery_takes_is_not_refused(
     load({"environment": vars(EnvironmentConfig(**settings)), "rewards": [], "max_chars": 9})
 
 
-def test_the_command_ends_with_2_and_does_not_run_the_file(
+def test_the_command_ends_with_2_and_runs_the_file_in_a_process_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = good_folder(tmp_path, monkeypatch)
     prepare(BadInput("", ""))
     Path(folder, "env.py").write_text(f"open('was_run', 'w')\n{WORLD}")
-    assert check_exit_code(monkeypatch, "environment.factory=env.py:World") == 0
-    capsys.readouterr()
+    Path(folder, "model/chat_template.jinja").write_text("{{ messages[-1].content }}")
     assert check_exit_code(monkeypatch, "environment.factory=env.py:Word") == 2
     assert capsys.readouterr().err == "error: environment.factory: env.py has no Class 'Word'\n"
     assert not Path(folder, "was_run").exists()
+    assert check_exit_code(monkeypatch, "environment.factory=env.py:World") == 0
+    assert capsys.readouterr().err == ""
+    assert Path(folder, "was_run").exists()
     assert "env" not in sys.modules

@@ -204,7 +204,7 @@ def test_what_looks_like_a_mistake_in_the_data_is_said(
     assert told[0].endswith("tokens: '<user>0+1='")
     assert "8 of data.eval.held" in summary
     (folder / "model/chat_template.jinja").write_text("{{ messages[0].a.b }}")
-    tried(folder, data={**data, "as_chat": True})
+    tried(folder, data={**data, "as_chat": True}, eval={"every_steps": 1})
     assert "its chat template fails for" in capsys.readouterr().err
 
 
