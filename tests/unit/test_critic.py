@@ -45,7 +45,6 @@ from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.phases import with_value_head
 from tests.support.models import make_model, write_config
 
-ROOT = Path(__file__).parents[2]
 LENGTHS = np.array([5, 1, 8, 3])
 
 
