@@ -9,6 +9,7 @@ The second is one process: breakpoint() works in a reward, the loss and the weig
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import shutil
 import signal
@@ -89,15 +90,13 @@ def main() -> None:
 
     prepare_torch()
     startup.begin("importing torch and vLLM")
+    # A crash in C prints where Python was.
+    faulthandler.enable()
     with exit_with_outcome():
         with startup.garbage_collector_off():
-            from torch.distributed.elastic.multiprocessing.errors import record
-
             from grpo_spmd.loop import train
 
-        # torch's record takes a sys.exit(0) somewhere below for a success, and returns None.
-        if not record(train)(config, inputs):
-            raise RuntimeError("something called sys.exit(0) in the middle of the run")
+        train(config, inputs)
 
 
 def prepare_torch() -> None:

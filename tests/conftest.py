@@ -33,34 +33,23 @@ install_import_hook(
 )
 
 
-# What takes longest, in that order; then the other folders before unit/.
-_FIRST = (
-    "runs/test_end_to_end.py",
-    "ranks/test_partition.py",
-    "runs/test_demos.py",
-    "faults/test_resume.py",
-    "faults/test_failures.py",
-    "faults/test_doctor.py",
-    "ranks/test_weight_sync.py",
-)
+# The small files of unit/ come last, so that at the end all processes have work.
 _FOLDERS = ("faults", "ranks", "runs", "unit")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest's own hook selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long files first: pytest hands them to its processes in this order (`--dist loadfile
-    --no-loadscope-reorder`)."""
+    """Marks what is nightly, and orders files: pytest hands them to its processes in this order
+    (`--dist loadfile --no-loadscope-reorder`)."""
 
     for item in items:
         if is_nightly(item.nodeid):
             item.add_marker("nightly")
 
-    def place(item: pytest.Item) -> tuple[int, int]:
-        name = str(item.path.relative_to(Path(__file__).parent))
-        initial = _FIRST.index(name) if name in _FIRST else len(_FIRST)
-        return initial, _FOLDERS.index(Path(name).parts[0])
+    def folder_of(item: pytest.Item) -> int:
+        return _FOLDERS.index(item.path.relative_to(Path(__file__).parent).parts[0])
 
-    items.sort(key=place)
+    items.sort(key=folder_of)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -24,5 +24,5 @@ else
   mypy
 fi
 echo "tests: pytest"
-# In the order of tests/conftest.py: the longest files first, so that at the end all processes have work.
+# In the order of tests/conftest.py: the small files last, so that at the end all processes have work.
 exec python -m pytest -m "$marks" -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder "$@"

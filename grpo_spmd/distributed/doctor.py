@@ -539,14 +539,8 @@ class Doctor:
             self.tell(report.headline)
 
     def _exit(self, report: Report, last_words: str) -> NoReturn:
-        path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-        if path:
-            # torchrun takes the error file with the earliest time for the root cause.
-            is_other = self._rank != report.culprit
-            text = report.headline if is_other else report.text
-            info = {"py_callstack": text, "timestamp": str(int(time.time()) + is_other)}
-            with suppress(OSError):
-                Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
+        is_culprit = self._rank == report.culprit
+        _write_error_file(report.text if is_culprit else report.headline, is_culprit=is_culprit)
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # The store is in this process, and the others read the report from it.
             time.sleep(1.0)
@@ -572,6 +566,20 @@ def _decode(text: bytes, kind: type[Record]) -> Record:
     By json, because messages of errors may hold lone surrogates, which msgspec's decoder refuses.
     """
     return msgspec.convert(json.loads(text), kind)
+
+
+def _write_error_file(text: str, *, is_culprit: bool) -> None:
+    """Writes the file in which torchrun looks for the error of this rank.
+
+    torch's decorator `record` would write it from the main thread while the doctor, on its own
+    thread, does so too and ends the process, and torchrun raises an error on half a file.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        # torchrun takes the error file with the earliest time for the root cause.
+        info = {"py_callstack": text, "timestamp": str(int(time.time()) + (not is_culprit))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
 
 
 def _raise_interrupt(number: int, _: FrameType | None) -> None:
@@ -667,9 +675,10 @@ def exit_with_outcome() -> Iterator[None]:
         interrupt.leave_on_second_press(1)
         report_failure(error)
         # There is no doctor: no session had started, or it has ended.
+        text = "".join(traceback.format_exception(error)).rstrip()
+        _write_error_file(text, is_culprit=True)
         if isinstance(error, ConfigError):
             with suppress(SystemExit):
                 refuse(error)
             exit_process(2)
-        text = "".join(traceback.format_exception(error)).rstrip()
         exit_process(1, "" if isinstance(error, KeyboardInterrupt) else text)

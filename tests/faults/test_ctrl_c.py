@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.models import make_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.terminal import TerminalJob
 
 # Case: seconds of the set-up and of a step, of which the second half is update; when to press
@@ -37,12 +38,13 @@ def reward(completions, **columns):
 
 @pytest.fixture(scope="module")
 def stopped(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, tuple[int, list[str], float, list[int], Path]]:
-    """Of each case, all at a time: exit code, lines, seconds from the first press to the end, who
-    stayed, folder."""
+    """Of each selected case, all at a time: exit code, lines, seconds from the first press to the
+    end, who stayed, folder."""
     jobs, result = {}, {}
-    for case, (set_up_s, step_s, _, _) in CASES.items():
+    for case in selected_values(request, "case"):
+        set_up_s, step_s, _, _ = CASES[case]
         folder = tmp_path_factory.mktemp("ctrl_c")
         for name in ("run", "temporary"):
             (folder / name).mkdir()

@@ -8,70 +8,87 @@ import json
 import os
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from grpo_spmd.config.schema import PHASES
+from tests.support.nightly import selected_values
 from tests.support.processes import Job, full_pipe
 
 LIMIT_S = 3.0
 # the most until all are gone: a few on an idle machine, and the doctor waits for answers on a busy
 # one
 SECONDS = 20.0
-RAISES = [("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
-SLEEPS = [("sleep", phase, number % 2) for number, phase in enumerate(PHASES)] + [
-    ("sleep", "update", 0)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What one of two ranks does in a phase, and what is wrong with who should read the output."""
+
+    do: str
+    phase: str
+    rank: int
+    reader: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.rank} {self.phase} {self.do} {self.reader}".strip()
+
+
+RAISES = [Fault("raise", phase, rank) for phase in PHASES for rank in (0, 1)]
+SLEEPS = [
+    *(Fault("sleep", phase, number % 2) for number, phase in enumerate(PHASES)),
+    Fault("sleep", "update", 0),
 ]
-STRAYS = [
-    ("stop", "rollout", 1), ("stop", "update", 0), ("gil", "reward", 1), ("kill", "rollout", 1),
-    ("kill", "logprobs", 0),
-    ("exit", "eval", 1), ("refuse", "start", 1), ("interrupt", "update", 0), ("debug", "logprobs", 1),  # noqa: E501
-    ("work", "rollout", 1),
-    ("pass", "", 0),
-]  # fmt: skip
-UNREAD = {  # what is done, and what is wrong with who should read the output
-    ("raise", "update", 1): "stalled", ("raise", "rollout", 0): "gone", ("raise", "eval", 0): "closed",  # noqa: E501
-    ("sleep", "rollout", 0): "stalled", ("sleep", "logprobs", 1): "gone", ("sleep", "eval", 1): "closed",  # noqa: E501
-    ("talk", "reward", 1): "stalled", ("refuse", "start", 0): "stalled", ("stop", "checkpoint", 0): "stalled",  # noqa: E501
-}  # fmt: skip
+UNREAD = [
+    Fault("raise", "update", 1, "stalled"),
+    Fault("raise", "rollout", 0, "gone"),
+    Fault("raise", "eval", 0, "closed"),
+    Fault("sleep", "rollout", 0, "stalled"),
+    Fault("sleep", "logprobs", 1, "gone"),
+    Fault("sleep", "eval", 1, "closed"),
+    Fault("talk", "reward", 1, "stalled"),
+    Fault("refuse", "start", 0, "stalled"),
+    Fault("stop", "checkpoint", 0, "stalled"),
+]
+
+
+def planted(*faults: Fault) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("fault", faults, ids=str)
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
+def found(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[Fault, dict[str, Any]]:
+    """What became of the faults of the selected tests, ten at a time."""
     folder = tmp_path_factory.mktemp("doctor")
-    faults = [(fault, "") for fault in dict.fromkeys([*RAISES, *SLEEPS, *STRAYS])] + list(
-        UNREAD.items()
-    )
-    orders = [
-        {
-            "do": do,
-            "phase": phase if phase != "start" else "weight_sync",
-            "rank": str(rank),
-            "folder": str(folder / f"{do}_{phase}_{rank}{reader}"),
+    faults: list[Fault] = selected_values(request, "fault")
+    orders = []
+    for fault in faults:
+        order = {
+            "do": fault.do,
+            "phase": fault.phase if fault.phase != "start" else "weight_sync",
+            "rank": str(fault.rank),
+            "folder": str(folder / str(fault)),
         }
-        | (
-            {"limit_s": str(LIMIT_S)}
-            if do in ("sleep", "stop", "gil", "debug", "work", "talk")
-            else {}
-        )
-        | ({"reader": reader} if reader else {})
-        for (do, phase, rank), reader in faults
-    ]
+        if fault.do in ("sleep", "stop", "gil", "debug", "work", "talk"):
+            order["limit_s"] = str(LIMIT_S)
+        if fault.reader:
+            order["reader"] = fault.reader
+        orders.append(order)
     code, output = Job(
         [sys.executable, "-m", "tests.support.workers.doctor", json.dumps(orders)]
     ).wait(500)
     assert code == 0, output
-    names = [(*fault, reader) if reader else fault for fault, reader in faults]
-    return dict(zip(names, json.loads(output.splitlines()[-1]), strict=True))
+    return dict(zip(faults, json.loads(output.splitlines()[-1]), strict=True))
 
 
-@pytest.mark.parametrize(("do", "phase", "rank"), RAISES)
-def test_a_raise_ends_all_ranks_with_its_traceback(
-    found: dict[Any, Any], do: str, phase: str, rank: int
-) -> None:
-    run = found[do, phase, rank]
+@planted(*RAISES)
+def test_a_raise_ends_all_ranks_with_its_traceback(found: dict[Fault, Any], fault: Fault) -> None:
+    run, phase, rank = found[fault], fault.phase, fault.rank
     assert run["codes"] == [1, 1], run
     assert run["seconds"] < SECONDS
     output = run["output"]
@@ -94,11 +111,11 @@ def test_a_raise_ends_all_ranks_with_its_traceback(
     )
 
 
-@pytest.mark.parametrize(("do", "phase", "rank"), SLEEPS)
+@planted(*SLEEPS)
 def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
-    found: dict[Any, Any], do: str, phase: str, rank: int
+    found: dict[Fault, Any], fault: Fault
 ) -> None:
-    run = found[do, phase, rank]
+    run, phase, rank = found[fault], fault.phase, fault.rank
     assert run["codes"] == [1, 1], run
     assert run["seconds"] < LIMIT_S + SECONDS
     initial, hang = run["output"].splitlines()[0], run["hang.txt"]
@@ -114,11 +131,9 @@ def test_the_rank_that_sleeps_is_named_not_the_one_that_waits(
     assert "collectives enqueued" in sections[rank]  # torch's flight recorder
 
 
-@pytest.mark.parametrize(("phase", "rank"), [("rollout", 1), ("update", 0)])
-def test_a_stopped_rank_is_named_and_does_not_stay(
-    found: dict[Any, Any], phase: str, rank: int
-) -> None:
-    run = found["stop", phase, rank]
+@planted(Fault("stop", "rollout", 1), Fault("stop", "update", 0))
+def test_a_stopped_rank_is_named_and_does_not_stay(found: dict[Fault, Any], fault: Fault) -> None:
+    run, phase, rank = found[fault], fault.phase, fault.rank
     assert run["codes"][1 - rank] == 1
     assert run["codes"][rank] == -9  # a stopped process cannot leave by itself
     assert run["seconds"] < LIMIT_S + SECONDS
@@ -127,8 +142,9 @@ def test_a_stopped_rank_is_named_and_does_not_stay(
     assert f"went silent in phase {phase}, step 1: its process is stopped" in initial
 
 
-def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> None:
-    run = found["gil", "reward", 1]
+@planted(Fault("gil", "reward", 1))
+def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Fault, Any], fault: Fault) -> None:
+    run = found[fault]
     assert run["codes"] == [1, -9]
     assert run["seconds"] < LIMIT_S + SECONDS
     assert (
@@ -138,14 +154,10 @@ def test_a_rank_stuck_in_c_is_named_with_its_stack(found: dict[Any, Any]) -> Non
     assert "in keep_the_gil" in run["hang.txt"]
 
 
-@pytest.mark.parametrize(
-    ("do", "phase", "rank"), [("kill", "rollout", 1), ("kill", "logprobs", 0), ("exit", "eval", 1)]
-)
-def test_a_rank_that_is_gone_is_named_by_the_others(
-    found: dict[Any, Any], do: str, phase: str, rank: int
-) -> None:
-    run = found[do, phase, rank]
-    assert run["codes"][rank] == (-9 if do == "kill" else 0)
+@planted(Fault("kill", "rollout", 1), Fault("kill", "logprobs", 0), Fault("exit", "eval", 1))
+def test_a_rank_that_is_gone_is_named_by_the_others(found: dict[Fault, Any], fault: Fault) -> None:
+    run, phase, rank = found[fault], fault.phase, fault.rank
+    assert run["codes"][rank] == (-9 if fault.do == "kill" else 0)
     assert run["codes"][1 - rank] == 1
     assert run["seconds"] < SECONDS
     initial = run["output"].splitlines()[0]
@@ -154,13 +166,11 @@ def test_a_rank_that_is_gone_is_named_by_the_others(
     assert "Traceback" not in run["output"]  # the survivor's lost connection explains nothing
 
 
-@pytest.mark.parametrize(("do", "phase", "rank"), UNREAD)
-def test_the_end_waits_for_nobody_who_reads_it(
-    found: dict[Any, Any], do: str, phase: str, rank: int
-) -> None:
+@planted(*UNREAD)
+def test_the_end_waits_for_nobody_who_reads_it(found: dict[Fault, Any], fault: Fault) -> None:
     """A full pipe that nobody reads, one without a reader, and no output at all: the files say what
     there is to say."""
-    run = found[do, phase, rank, UNREAD[do, phase, rank]]
+    run, do, phase, rank = found[fault], fault.do, fault.phase, fault.rank
     code = 2 if do == "refuse" else 1
     assert run["codes"][1 - rank] == code, run
     assert run["codes"][rank] == (-9 if do == "stop" else code)
@@ -181,8 +191,11 @@ def test_the_end_waits_for_nobody_who_reads_it(
         assert was == -9 or json.loads(run[f"error_{number}.json"])["message"]["message"]
 
 
-def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(found: dict[Any, Any]) -> None:
-    run = found["refuse", "start", 1]
+@planted(Fault("refuse", "start", 1))
+def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(
+    found: dict[Fault, Any], fault: Fault
+) -> None:
+    run = found[fault]
     assert run["codes"] == [2, 2]
     assert run["output"].startswith(
         "error: data.train: this node lacks the file (said by rank 1 on "
@@ -190,35 +203,57 @@ def test_bad_data_on_one_rank_is_one_line_and_exit_code_2(found: dict[Any, Any])
     assert len(run["output"].splitlines()) == 1
 
 
-def test_ctrl_c_is_no_traceback(found: dict[Any, Any]) -> None:
-    run = found["interrupt", "update", 0]
+@planted(Fault("interrupt", "update", 0))
+def test_ctrl_c_is_no_traceback(found: dict[Fault, Any], fault: Fault) -> None:
+    run = found[fault]
     assert run["codes"] == [1, 1]
     assert "stopped by Ctrl-C" in run["output"]
     assert "Traceback" not in run["output"]
 
 
-def test_a_debugger_on_one_rank_stops_the_clocks_of_all(found: dict[Any, Any]) -> None:
-    run = found["debug", "logprobs", 1]
+@planted(Fault("debug", "logprobs", 1))
+def test_a_debugger_on_one_rank_stops_the_clocks_of_all(
+    found: dict[Fault, Any], fault: Fault
+) -> None:
+    run = found[fault]
     assert run["codes"] == [0, 0], run
     assert run["seconds"] > LIMIT_S + 2
 
 
-def test_waiting_for_a_phase_that_may_take_long_is_no_hang(found: dict[Any, Any]) -> None:
+@planted(Fault("work", "rollout", 1))
+def test_waiting_for_a_phase_that_may_take_long_is_no_hang(
+    found: dict[Fault, Any], fault: Fault
+) -> None:
     """Rank 0 has come to a phase of 3 s while rank 1 is busy for 9 s in the one before, which may
     take 60 s."""
-    run = found["work", "rollout", 1]
+    run = found[fault]
     assert run["codes"] == [0, 0], run
     assert run["seconds"] > 2 * LIMIT_S
 
 
-def test_without_a_fault_nothing_is_said(found: dict[Any, Any]) -> None:
-    run = found["pass", "", 0]
+@planted(Fault("pass", "", 0))
+def test_without_a_fault_nothing_is_said(found: dict[Fault, Any], fault: Fault) -> None:
+    run = found[fault]
     assert run["codes"] == [0, 0]
     message = [
         line for line in run["output"].splitlines() if "ProcessGroup.hpp" not in line
     ]  # torch warns at the end
     assert sorted(message) == [f"rank {rank} done, restart False" for rank in range(2)]
     assert "failure.txt" not in run
+
+
+def test_torchrun_finds_the_error_of_a_rank_that_has_no_doctor_yet(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    script = (
+        "from grpo_spmd.distributed.doctor import exit_with_outcome\n"
+        "with exit_with_outcome():\n    raise KeyError('no such column')"
+    )
+    job = Job([sys.executable, "-c", script], env={"TORCHELASTIC_ERROR_FILE": str(file)})
+    code, output = job.wait(60)
+    assert code == 1, output
+    message = json.loads(file.read_text())["message"]
+    assert "KeyError: 'no such column'" in message["message"]
+    assert abs(int(message["extraInfo"]["timestamp"]) - file.stat().st_mtime) < 60
 
 
 ENDS = {

@@ -17,6 +17,7 @@ from grpo_spmd.distributed import processes as module
 from grpo_spmd.distributed import store
 from grpo_spmd.distributed.interrupt import SIGNALS
 from tests.support.models import write_config
+from tests.support.nightly import selected_values
 from tests.support.processes import Job, full_pipe, torchrun
 
 FORWARDED = ("--signals-to-handle", "SIGTERM,SIGINT,SIGUSR1")
@@ -97,13 +98,13 @@ CASES: dict[
 
 @pytest.fixture(scope="module")
 def stopped(
-    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> dict[str, tuple[int, str, float, dict[str, Any], list[int]]]:
-    """Of each case, all at a time: exit code, output, seconds from the signal to the end, files,
-    and processes that
-    stayed."""
+    """Of each selected case, all at a time: exit code, output, seconds from the signal to the end,
+    files, and processes that stayed."""
     jobs, result = {}, {}
-    for case, (num_ranks, options, number, step_s) in CASES.items():
+    for case in selected_values(request, "stop"):
+        num_ranks, options, number, step_s = CASES[case]
         folder = tmp_path_factory.mktemp("stop")
         config = write_config(
             folder, folder / "model", training={"max_time_s": 12.0 if number is None else None}
@@ -136,16 +137,16 @@ def stopped(
     return result
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_all_ranks_stop_alike_and_leave_a_marker(stopped: dict[str, Any], case: str) -> None:
-    code, output, seconds, files, survivors = stopped[case]
-    num_ranks, _, number, _ = CASES[case]
+@pytest.mark.parametrize("stop", CASES)
+def test_all_ranks_stop_alike_and_leave_a_marker(stopped: dict[str, Any], stop: str) -> None:
+    code, output, seconds, files, survivors = stopped[stop]
+    num_ranks, _, number, _ = CASES[stop]
     marker = files.pop("preempted.json")
     # torchrun's agent was signalled, and says so; its ranks ended well
-    assert code == (1 if case.endswith("to torchrun") else 0), output
+    assert code == (1 if stop.endswith("to torchrun") else 0), output
     assert seconds < 25
     assert survivors == []
-    message = [] if case.endswith("nobody reads") else [f"stops: {marker['reason']}"] * num_ranks
+    message = [] if stop.endswith("nobody reads") else [f"stops: {marker['reason']}"] * num_ranks
     assert [line for line in output.splitlines() if "stops: " in line] == message
     # given up before its update, or never begun
     assert files == {f"rank_{rank}": marker["step"] for rank in range(num_ranks)}

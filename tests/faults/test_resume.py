@@ -50,13 +50,6 @@ def start(num_ranks: int, folder: Path, *overrides: str) -> Job:
     return Job(torchrun(num_ranks, *target) if num_ranks > 1 else [sys.executable, *target])
 
 
-def finish(num_ranks: int, folder: Path, *overrides: str) -> str:
-    """To its end in processes of its own."""
-    code, output = start(num_ranks, folder, *overrides).wait(500)
-    assert code == 0, output
-    return output
-
-
 def run(num_ranks: int, folder: Path, *overrides: str) -> None:
     """To its end, nothing being killed."""
     train(num_ranks, folder / "config.yaml", *overrides, timeout_s=500)
@@ -153,7 +146,7 @@ def preempted(killed: Path) -> Path:
 def test_a_run_killed_and_preempted_goes_on_to_the_bit(
     uninterrupted: Path, preempted: Path
 ) -> None:
-    output = finish(2, preempted)
+    output = train(2, preempted / "config.yaml", timeout_s=500)
     assert "goes on from" in output
     assert not (preempted / "run/preempted.json").exists()
     assert metrics(preempted) == metrics(uninterrupted)

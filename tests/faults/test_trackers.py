@@ -38,16 +38,19 @@ def killed_run(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 
 def _launch(
     folder: Path, tracker: str, initial: int, launch: int, killed_at: int | None, pause_s: float
-) -> None:
-    """Up to step 160, or to the kill."""
+) -> str:
+    """Up to step 160, or to the kill. What it prints beside its steps: why a tracker is off."""
     arguments = [str(folder), tracker, str(initial), "160", str(launch), str(pause_s)]
     local = {"TRACKIO_DIR": str(folder.parent / "trackio"), "WANDB_SILENT": "true"}
     job = Job([sys.executable, "-m", "tests.support.workers.tracked_run", *arguments], env=local)
     assert job.process.stdout is not None
+    output = ""
     for line in job.process.stdout:
+        output += "" if line.startswith("step ") else line
         if line == f"step {killed_at}\n":
             os.kill(job.process.pid, signal.SIGKILL)
-    assert job.process.wait(60) == (0 if killed_at is None else -signal.SIGKILL)
+    assert job.process.wait(60) == (0 if killed_at is None else -signal.SIGKILL), output
+    return output
 
 
 def in_metrics(folder: Path) -> list[Line]:
@@ -105,15 +108,15 @@ def test_trackio_has_every_line_and_only_what_was_run_again_twice(killed_run: Pa
 
 @pytest.mark.parametrize("killed_run", ["wandb"], indirect=True)
 def test_wandb_has_every_line_that_a_kill_took_from_it_too(killed_run: Path) -> None:
-    expected, launches = in_metrics(killed_run), 3
+    expected, launches, output = in_metrics(killed_run), 3, ""
     settled_in_wandb = _settled_in_wandb(killed_run, set(expected))
     while (
         set(expected) - settled_in_wandb.keys() and launches < 6
     ):  # on a busy machine W&B gets the rest when the run goes on
         launches += 1
-        _launch(killed_run, "wandb", 161, launches, None, 0.0)
+        output = _launch(killed_run, "wandb", 161, launches, None, 0.0)
         settled_in_wandb = _settled_in_wandb(killed_run, set(expected))
-    assert set(expected) - settled_in_wandb.keys() == set()
+    assert set(expected) - settled_in_wandb.keys() == set(), output
     assert {line: count for line, count in settled_in_wandb.items() if count > launches} == {}
     check_others(settled_in_wandb, expected)
 

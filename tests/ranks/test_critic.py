@@ -18,6 +18,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.ranks import run_worker
 from tests.support.workers.critic import REPLICATED, SETTINGS, SPLITS, WAITED, changed
 from tests.support.workers.update import GROUP_SIZE, fixed_groups, fixed_reward
@@ -61,16 +62,28 @@ def config_file(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
+def outputs(folder: Path, config_file: Path, request: pytest.FixtureRequest) -> dict[int, str]:
+    """By number of ranks, what the worker prints."""
     result = {}
     for num_ranks in RANKS:
         out = folder / f"ranks_{num_ranks}.pt"
-        output = run_worker(
-            num_ranks, "critic", str(config_file), str(folder / "reference"), str(out)
-        )
-        assert output.count("18 faults seen") == num_ranks, output
-        result[num_ranks] = torch.load(out, weights_only=True)
+        files = str(config_file), str(folder / "reference"), str(out)
+        planted = ["faults"] * (num_ranks in selected_values(request, "planted_at"))
+        result[num_ranks] = run_worker(num_ranks, "critic", *files, *planted)
     return result
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path, outputs: dict[int, str]) -> dict[int, Results]:
+    return {
+        num_ranks: torch.load(folder / f"ranks_{num_ranks}.pt", weights_only=True)
+        for num_ranks in outputs
+    }
+
+
+@pytest.mark.parametrize("planted_at", RANKS)
+def test_planted_faults_are_seen(outputs: dict[int, str], planted_at: int) -> None:
+    assert outputs[planted_at].count("18 faults seen") == planted_at, outputs[planted_at]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -26,6 +26,7 @@ from tests.support.dry_run.engine import CACHE_BYTES
 from tests.support.dry_run.faults import FAULTS
 from tests.support.dry_run.figures import VARIANTS, check_step, check_sync, received
 from tests.support.models import make_model, make_reward_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.ranks import RanksJob
 
 Results = dict[str, Any]
@@ -62,8 +63,8 @@ def real(config: Path) -> Results:
 
 
 @pytest.fixture(scope="module")
-def results(config: Path) -> Results:
-    """Of all cases and faults."""
+def results(config: Path, request: pytest.FixtureRequest) -> Results:
+    """Of all faults and the selected cases, or all where none is selected by itself."""
     out = config.with_name("results.json")
     command = [
         "-m",
@@ -71,6 +72,8 @@ def results(config: Path) -> Results:
         str(built_shim(config.parent)),
         str(config),
         str(out),
+        *(selected_values(request, "name") or CASES),
+        *(fault.__name__ for fault in FAULTS),
     ]
     done = processes.run_command([sys.executable, *command])
     assert done.returncode == 0, done.stdout + done.stderr

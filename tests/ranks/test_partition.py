@@ -17,6 +17,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, LossConfig
 from tests.support.dumps import scored
 from tests.support.models import make_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.ranks import run_worker
 from tests.support.workers.update import (
     COMPILED_AT,
@@ -68,11 +69,21 @@ def config_file(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_ranks(folder: Path, config_file: Path) -> dict[int, Results]:
+def by_ranks(folder: Path, config_file: Path, request: pytest.FixtureRequest) -> dict[int, Results]:
+    """All splits of the selected settings; of 1 and 2 ranks, at which all tests look, one split of
+    the others."""
+    cases: dict[int, list[str]] = {
+        num_ranks: ["as configured", SEVERAL_STEPS]
+        for num_ranks in (1, 2, *selected_values(request, "num_ranks"))
+    }
+    for num_ranks, setting in selected_values(request, "case"):
+        if setting not in cases.setdefault(num_ranks, []):
+            cases[num_ranks].append(setting)
     result = {}
-    for num_ranks in WORLD_SIZES:
+    for num_ranks, settings in cases.items():
         out = folder / f"ranks_{num_ranks}.pt"
-        run_worker(num_ranks, "update", str(config_file), str(folder / "reference"), str(out))
+        files = str(config_file), str(folder / "reference"), str(out)
+        run_worker(num_ranks, "update", *files, *settings)
         result[num_ranks] = torch.load(out, weights_only=True)
     return result
 
@@ -102,15 +113,19 @@ def test_the_settings_really_bind(by_ranks: dict[int, Results]) -> None:
     assert len({result[setting]["loss"] for setting in SETTINGS}) == len(SETTINGS)
 
 
-@pytest.mark.parametrize("num_ranks", WORLD_SIZES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "case",
+    [(num_ranks, setting) for num_ranks in WORLD_SIZES for setting in SETTINGS],
+    ids=lambda case: f"{case[0]}-{case[1]}",
+)
 def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
-    by_ranks: dict[int, Results], setting: str, num_ranks: int
+    by_ranks: dict[int, Results], case: tuple[int, str]
 ) -> None:
     """Ranks, micro-batches, packing, who sampled what, recomputation, compilation. After the first
     of several optimizer steps the weights differ by rounding, and Adam, which divides by the
     gradient's size, hands that on at about ten times the size: 1e-5 there, else 1e-6.
     """
+    num_ranks, setting = case
     reference = by_ranks[1][setting, ONE_ROW]
     actual = {split: result for (of, split), result in by_ranks[num_ranks].items() if of == setting}
     replicated = num_ranks % 2 == 0 and setting in ("as configured", SEVERAL_STEPS)

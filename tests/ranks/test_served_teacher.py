@@ -23,6 +23,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.processes import ROOT, environment
 from tests.support.ranks import run_worker
 from tests.support.stub_server import stub_server
@@ -50,8 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def by_ranks(folder: Path) -> dict[int, Results]:
-    result = dict[int, Results]()
+def outputs(folder: Path, request: pytest.FixtureRequest) -> dict[int, str]:
+    """By number of ranks, what the worker prints."""
+    ranks, result = selected_values(request, "num_ranks") or [2], dict[int, str]()
     with ExitStack() as stack:
         servers = [
             stack.enter_context(stub_server(answers(folder / name)))
@@ -63,15 +65,13 @@ def by_ranks(folder: Path) -> dict[int, Results]:
                 lambda body: "404" if body["prompt"] in SILENT else "ok",
             )
         )
-        for num_ranks in (1, 2):
+        for num_ranks in ranks:
             urls = [
                 server.url.replace("/score", "/v1/completions") for server in (*servers, silent)
             ]
             out = folder / f"ranks_{num_ranks}.pt"
             files = str(folder / "config.yaml"), str(folder / "teacher")
-            output = run_worker(num_ranks, "served_teacher", *files, *urls, str(out))
-            assert output.count("12 faults seen") == num_ranks, output
-            result[num_ranks] = torch.load(out, weights_only=True)
+            result[num_ranks] = run_worker(num_ranks, "served_teacher", *files, *urls, str(out))
         assert all(server.most_at_once <= LIMITS["max_concurrent"] for server in servers)
         assert all(
             requests.body["prompt"] in map(tokens_of, range(24))
@@ -79,6 +79,19 @@ def by_ranks(folder: Path) -> dict[int, Results]:
             if requests.how == "404"
         )
     return result
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path, outputs: dict[int, str]) -> dict[int, Results]:
+    return {
+        num_ranks: torch.load(folder / f"ranks_{num_ranks}.pt", weights_only=True)
+        for num_ranks in outputs
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [2, 1])
+def test_planted_faults_are_seen(outputs: dict[int, str], num_ranks: int) -> None:
+    assert outputs[num_ranks].count("12 faults seen") == num_ranks, outputs[num_ranks]
 
 
 def same(result: dict[str, Any], reference: dict[str, Any], location: Any) -> None:
@@ -95,7 +108,7 @@ def test_a_server_teaches_what_its_model_teaches_here(
     by_ranks: dict[int, Results], kind: str
 ) -> None:
     """On any number of ranks, in rows of any length, packed or not."""
-    reference = by_ranks[1]["path", kind]
+    reference = by_ranks[min(by_ranks)]["path", kind]
     assert reference["teacher/kl"] > 0.05
     for num_ranks, results in by_ranks.items():
         for split in SPLITS:
@@ -106,11 +119,12 @@ def test_a_server_teaches_what_its_model_teaches_here(
 def test_rollouts_without_an_answer_are_taught_nothing(
     by_ranks: dict[int, Results], kind: str
 ) -> None:
-    reference = by_ranks[1][f"{kind}, {SOME}", FEW_ROWS]
+    one = min(by_ranks)
+    reference = by_ranks[one][f"{kind}, {SOME}", FEW_ROWS]
     for num_ranks, results in by_ranks.items():
         same(results[f"{kind}, {SOME}", FEW_ROWS], reference, num_ranks)
     assert reference["teacher/kl"] != pytest.approx(
-        by_ranks[1][kind, ONE_ROW]["teacher/kl"], rel=1e-4
+        by_ranks[one][kind, ONE_ROW]["teacher/kl"], rel=1e-4
     )
 
 

@@ -4,6 +4,7 @@ fault."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 
 from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
+from tests.support.nightly import selected_values
 from tests.support.ranks import run_worker
 from tests.support.workers.teacher import KINDS, SEVERAL, VARIANTS
 from tests.support.workers.update import SPLITS
@@ -20,19 +22,37 @@ ONE_ROW, FEW_ROWS, UNPACKED = SPLITS
 
 
 @pytest.fixture(scope="module")
-def by_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Results]:
-    """The teacher is wider than the policy, and untied."""
-    folder, result = tmp_path_factory.mktemp("teacher"), dict[int, Results]()
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("teacher")
+
+
+@pytest.fixture(scope="module")
+def outputs(folder: Path, request: pytest.FixtureRequest) -> dict[int, str]:
+    """By number of ranks, what the worker prints. The teacher is wider than the policy, and
+    untied."""
+    result = {}
     wide: dict[str, Any] = {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1}
     teacher = make_model(folder / "teacher", "qwen3", tied=False, seed=1, **wide)
     policy = make_model(folder / "model", "qwen3", tied=True)
     config = write_config(folder, policy, **{**SECTIONS, "loss": {"rollout_correction": "none"}})
     for num_ranks in (1, 2):
-        out = folder / f"ranks_{num_ranks}.pt"
-        output = run_worker(num_ranks, "teacher", str(config), str(teacher), str(out))
-        assert output.count("17 faults seen") == num_ranks, output
-        result[num_ranks] = torch.load(out, weights_only=True)
+        files = str(config), str(teacher), str(folder / f"ranks_{num_ranks}.pt")
+        planted = ["faults"] * (num_ranks in selected_values(request, "planted_at"))
+        result[num_ranks] = run_worker(num_ranks, "teacher", *files, *planted)
     return result
+
+
+@pytest.fixture(scope="module")
+def by_ranks(folder: Path, outputs: dict[int, str]) -> dict[int, Results]:
+    return {
+        num_ranks: torch.load(folder / f"ranks_{num_ranks}.pt", weights_only=True)
+        for num_ranks in outputs
+    }
+
+
+@pytest.mark.parametrize("planted_at", [1, 2])
+def test_planted_faults_are_seen(outputs: dict[int, str], planted_at: int) -> None:
+    assert outputs[planted_at].count("17 faults seen") == planted_at, outputs[planted_at]
 
 
 def test_the_splits_and_kinds_really_differ(by_ranks: dict[int, Results]) -> None:

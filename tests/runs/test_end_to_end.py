@@ -74,6 +74,7 @@ KEYS = [
     "batching/rank_token_spread_frac",
 ]
 
+NUM_STEPS = 40  # of the demo's 80
 FIRST_TASK = (
     (ROOT / "configs/README.md")
     .read_text()
@@ -138,8 +139,9 @@ def train(demo: Path, run_dir: Path, *overrides: str, **job: Any) -> Run:
 
 @pytest.fixture(scope="module")
 def learned(demo: Path) -> Run:
-    """The demo as a user runs it."""
-    return typed(torchrun(2, "-m", "grpo_spmd.train"), demo, demo.parent / "learned")
+    """Half of the demo, as a user runs it."""
+    command, steps = torchrun(2, "-m", "grpo_spmd.train"), f"training.num_steps={NUM_STEPS}"
+    return typed(command, demo, demo.parent / "learned", steps)
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +177,14 @@ def debugged(demo: Path) -> Run:
 
 def test_reward_rises_from_the_warm_start_to_mastery(learned: Run) -> None:
     rewards = [m["reward/mean"] for m in learned.metrics]
-    assert len(rewards) == 80
+    assert len(rewards) == NUM_STEPS
     assert 0.15 <= rewards[0] <= 0.45
+    assert sum(rewards[-10:]) / 10 >= 0.85
+
+
+def test_the_whole_demo_reaches_mastery(demo: Path) -> None:
+    rewards = [m["reward/mean"] for m in train(demo, demo.parent / "whole").metrics]
+    assert len(rewards) == 80
     assert sum(rewards[-10:]) / 10 >= 0.9
 
 
@@ -191,7 +199,7 @@ def test_every_metric_of_the_contract_is_there_and_finite(learned: Run) -> None:
         assert all(value is not None and math.isfinite(value) for value in metrics.values()), (
             metrics
         )
-    assert [m["step"] for m in learned.metrics] == list(range(1, 81))
+    assert [m["step"] for m in learned.metrics] == list(range(1, NUM_STEPS + 1))
 
 
 def shown(run: Run) -> list[str]:
@@ -205,16 +213,17 @@ def shown(run: Run) -> list[str]:
 
 def test_the_terminal_shows_a_line_a_step_and_nothing_alarming(learned: Run) -> None:
     lines = shown(learned)
-    assert sum(bool(re.match(r"step +\d+/80 ", line)) for line in lines) == 80
+    num_lines = sum(bool(re.match(rf"step +\d+/{NUM_STEPS} ", line)) for line in lines)
+    assert num_lines == NUM_STEPS
     message = [line for line in lines if re.match(r"step \d+: ", line)]
     assert all(
         "all rewards are alike (mean 1)" in line for line in message
     )  # rounding decides whether a step solves all
-    assert lines[-1].startswith("done: 80 steps")
+    assert lines[-1].startswith(f"done: {NUM_STEPS} steps")
     assert not [
         line for line in lines if "Warning" in line or "WARNING" in line or "Traceback" in line
     ]
-    assert len(lines) < 96  # with the header each 20 steps
+    assert len(lines) < NUM_STEPS + 16  # with the header each 20 steps
 
 
 def test_the_run_folder_holds_what_the_contract_says(learned: Run) -> None:
@@ -229,7 +238,7 @@ def test_the_run_folder_holds_what_the_contract_says(learned: Run) -> None:
     assert message == [
         line.strip() for line in shown(learned)
     ]  # from the first line on, before the folder was there
-    assert [p.name for p in (learned.folder / "checkpoints").iterdir()] == ["step_000080"]
+    assert [p.name for p in (learned.folder / "checkpoints").iterdir()] == [f"step_{NUM_STEPS:06d}"]
 
 
 def test_the_rollout_dump_agrees_with_the_metrics_and_with_itself(learned: Run, demo: Path) -> None:

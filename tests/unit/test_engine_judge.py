@@ -360,13 +360,19 @@ def test_scores_behind_others_keep_the_configs_order_and_what_was_noted() -> Non
     assert Scorers(lambda _: ScoredRollouts(), {"j": 1.0}, [judge])([]) == ScoredRollouts()
 
 
-def test_a_run_without_it_imports_nothing_of_it(models: Path, tmp_path: Path) -> None:
+def test_a_run_without_judge_models_and_critic_imports_nothing_of_them(
+    models: Path, tmp_path: Path
+) -> None:
     config = write_config(tmp_path, models / "plain")
     code = (
         "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
         f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
-        "print([name for name in sys.modules if 'engine_judge' in name or "
-        "name.endswith(('.judge', 'rollout.judge'))])"
+        "early = ('grpo_spmd.checks.reward_models', 'grpo_spmd.model.reward_model_files')\n"
+        "parts = ('engine_judge', 'reward_model', 'reward_texts')\n"
+        "ends = ('.judge', 'signals.critic', 'signals.teacher', 'signals.served_teacher',"
+        " 'grpo_spmd.model.values')\n"
+        "print([name for name in sys.modules if name not in early and"
+        " (name.endswith(ends) or any(part in name for part in parts))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     result = done.stdout.splitlines()[-1]

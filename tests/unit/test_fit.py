@@ -119,19 +119,24 @@ def test_the_cheapest_that_fits_is_chosen(
     assert sparing.values == tried[-1]
 
 
-def test_the_planner_decides_for_the_memory_of_a_device(tmp_path: Path) -> None:
-    """The real planner, in its own process."""
-    config = load_config(_path(tmp_path))
-    decision = decide_for_device(config, "NVIDIA H100 80GB HBM3", 79.1, 8)
+def test_the_planner_takes_the_cheapest_on_a_large_device(tmp_path: Path) -> None:
+    """The real planner, in its own process, here and in the next two."""
+    decision = decide_for_device(load_config(_path(tmp_path)), "NVIDIA H100 80GB HBM3", 79.1, 8)
     assert decision.values == _by_key(False, 16384, 1)
     assert decision.is_certain
-    smaller = decide_for_device(config, "a card", 20.0, 8)
+
+
+def test_the_planner_decides_for_the_memory_of_a_device(tmp_path: Path) -> None:
+    smaller = decide_for_device(load_config(_path(tmp_path)), "a card", 20.0, 8)
     # 14 heads do not divide by 4.
     assert smaller.values[ENGINE_RANKS_KEY] in (1, 2)
     assert smaller.values != _by_key(False, 16384, 1)
     assert " of 20.0 GiB in " in smaller.line
+
+
+def test_the_planner_refuses_what_no_choice_fits(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot fit this GPU: .* of 4\.0 GiB in .* GiB\); "):
-        decide_for_device(config, "a card", 4.0, 1)
+        decide_for_device(load_config(_path(tmp_path)), "a card", 4.0, 1)
 
 
 def test_a_run_that_the_planner_cannot_judge_goes_on(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ the rewards become."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -357,19 +355,6 @@ def test_another_reward_model_is_another_fingerprint(folder: Path, models: Path)
         == model_fingerprint(models / "one")
         != model_fingerprint(models / "three")
     )
-
-
-def test_a_run_without_reward_models_imports_nothing_of_them(models: Path, tmp_path: Path) -> None:
-    config = build_config(tmp_path, models, {"name": "format", "args": {"pattern": "1.*"}})
-    code = (
-        "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
-        f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
-        "early = ('grpo_spmd.checks.reward_models', 'grpo_spmd.model.reward_model_files')\n"
-        "print([name for name in sys.modules if name not in early"
-        " and ('reward_model' in name or 'reward_texts' in name)])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_texts_are_dealt_alike_whichever_rank_has_them() -> None:

@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.fsdp import fully_shard
 
 from grpo_spmd.config.errors import ConfigError
@@ -136,7 +135,6 @@ class Loop:
         doctor.enter_phase(f"after {phase}", self.step)
 
 
-@record
 def main(order: dict[str, str]) -> None:
     limits = dict.fromkeys(PHASES, 1800.0)
     if order["do"] == "work":

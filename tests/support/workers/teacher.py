@@ -1,7 +1,7 @@
 """Worker: updates with a teacher for several kinds and splits of the work, and what the running
 check says of clean ones and of planted faults.
 
-    python -m tests.support.workers.teacher CONFIG TEACHER OUT.pt
+    python -m tests.support.workers.teacher CONFIG TEACHER OUT.pt [faults]
 Rank 0 saves {(kind, split): {loss, kl, gradients, parameters}}; the rollouts are those of
 workers/update.py.
 """
@@ -337,7 +337,8 @@ def main() -> None:
     trials = Trials(sys.argv[1], sys.argv[2])
     result = clean_updates(trials)
     long_prompts(trials)
-    print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
+    if "faults" in sys.argv[4:]:
+        print(f"rank {trials.session.rank}: {faults(trials)} faults seen", flush=True)
     if trials.session.is_rank0:
         torch.save(result, sys.argv[3])
     end_session()
