@@ -45,7 +45,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 # so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
-    "config": 12_700,
+    "config": 13_000,
     "files": 1_800,
     "records": 1_710,
     "distributed": 15_400,
