@@ -18,7 +18,15 @@ import numpy as np
 import pytest
 import transformers
 
-from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig, RewardPoolConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    EnvironmentConfig,
+    LossConfig,
+    RewardConfig,
+    RewardPoolConfig,
+    RolloutConfig,
+    TrainingConfig,
+)
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.engine.requests import ConversationId, Later, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
@@ -27,7 +35,7 @@ from grpo_spmd.episodes.episodes import Episodes
 from grpo_spmd.episodes.open_episode import EpisodeLimits
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.learn.contexts import find_episode_error
-from grpo_spmd.learn.sampled_step import episode_metrics
+from grpo_spmd.learn.sampled_step import StepRules, _Rank0Step, episode_metrics
 from grpo_spmd.learn.step_messages import decode_groups, encode_groups
 from grpo_spmd.observe.rollout_record import dumped_prompt
 from grpo_spmd.records import (
@@ -42,6 +50,7 @@ from grpo_spmd.records import (
 )
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.scorers import Scorers
+from grpo_spmd.rollout.evaluate import outcomes_by_slot, summarise
 
 ENVIRONMENTS = '''
 import os, random, time
@@ -523,6 +532,56 @@ def test_an_episode_that_was_cut_off_counts_as_0_and_is_not_left_out(
     assert [c.finish_reason for c in completions] == ["stop"] * 3 + ["length"]
     assert rewards == [0.2, 0.4, 0.6, 0.0]
     assert sum(filter(None, rewards)) / 4 == pytest.approx(0.3)  # the mean that is true of all four
+
+
+def test_unfinished_episodes_lower_advantages_means_and_the_best_metric(
+    gym: Bed, tmp_path: Path
+) -> None:
+    """The reward comes with the end alone; two of four episodes do not come to it. The mean of
+    those that do would rise while the policy gets worse."""
+    limits = replace(WIDE, max_turns=2, max_turn_tokens=len(gym.ids("ab<|end|>")))
+    go_on, short, long = ["go on", None, False], ["", 0.25, True], ["", 0.75, True]
+    steps = [[short], [go_on, long], [], [go_on, go_on]]
+    says = [["a<|end|>"], ["a<|end|>", "b<|end|>"], ["too long<|end|>"], ["a<|end|>", "b<|end|>"]]
+    score = Scorers(_scored, {"environment": 1.0}, [EnvironmentScorer(["environment"])])
+
+    def play(kinds: Sequence[int]) -> tuple[RolloutGroup, ScoredRollouts]:
+        """Returns a group of episodes of these kinds, and its rewards."""
+        script: Script = {(0, n): says[kind] for n, kind in enumerate(kinds)}
+        log = str(tmp_path / "log")
+        result, _ = gym.play(script, lambda at: {"log": log, "steps": steps[kinds[at[1]]]}, limits)
+        group = RolloutGroup(0, Prompt(0, 3, [1], "go", {}), [result[at] for at in script])
+        return group, score([group])
+
+    group, scored = play([0, 1, 2, 3])
+    statuses = [completion.episode.status for completion in group.completions if completion.episode]
+    assert statuses == ["ok", "ok", "truncated", "max_turns"]
+    assert scored.rewards == [0.25, 0.75, 0.0, 0.0]
+    rules = StepRules(
+        RolloutConfig(num_prompts_per_step=1, group_size=4),
+        AdvantageConfig(estimator="grpo", normalize_std="group"),
+        LossConfig(mask_truncated=False),
+        TrainingConfig(num_mini_batches=1),
+        max_error_frac=0.3,
+        num_ranks=1,
+    )
+    rank0_step = _Rank0Step(rules)
+    rank0_step.add_round([encode_groups([group], scored, 4)], 1)
+    decision = rank0_step.decide()
+    # Mean 0.25; deviation sqrt((0 + 0.5^2 + 2 * 0.25^2) / 3) = 0.3536.
+    assert decision.advantages.tolist() == pytest.approx([0, 2**0.5, -(0.5**0.5), -(0.5**0.5)])
+    assert decision.in_loss.all()
+    assert decision.metrics["reward/mean"] == 0.25
+    assert decision.metrics["reward/unscored_frac"] == 0
+
+    def eval_mean(kinds: Sequence[int]) -> float | None:
+        group, scored = play(kinds)
+        single = [RolloutGroup(n, group.prompt, [one]) for n, one in enumerate(group.completions)]
+        return summarise([*outcomes_by_slot(single, scored).values()], 4)["mean"]
+
+    # Of its survivors alone the second policy would have 0.75, the first 0.5:
+    # checkpoint.best_metric would keep the one that hardly ever finishes.
+    assert (eval_mean([0, 1, 2, 3]), eval_mean([1, 2, 2, 3])) == (0.25, 0.1875)
 
 
 def test_a_tool_that_raises_is_counted_and_said_once(

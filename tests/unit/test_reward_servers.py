@@ -138,6 +138,21 @@ def test_a_port_that_nobody_listens_on_is_said_with_its_address() -> None:
     assert caught.value.may_retry
 
 
+def test_a_name_that_is_unknown_and_a_server_without_tls_are_said_in_their_words() -> None:
+    """Their error numbers, -2 and 1, are "Unknown error -2" and "Operation not permitted" to the
+    system."""
+    with pytest.raises(FailedCallError) as caught:
+        _asks("http://no-such-host.invalid/score")(**ROW)
+    message = str(caught.value)
+    assert message.startswith("did not answer: ")
+    assert message.endswith(" (http://no-such-host.invalid/score)")
+    assert "nknown error" not in message
+    assert "Cannot connect" not in message
+    with stub_server(lambda body: 1.0) as server, pytest.raises(FailedCallError) as caught:
+        _asks(f"{server.url}/score".replace("http:", "https:"))(**ROW)
+    assert "SSL" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("method", "message", "may_retry", "wait_s", "status"),
     FAILURES,

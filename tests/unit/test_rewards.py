@@ -495,6 +495,37 @@ def test_a_failure_names_the_users_line_and_shows_no_frame_of_ours(tmp_path: Pat
     assert files == {f"{tmp_path}/mine.py"}
 
 
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+def test_a_failure_in_an_installed_package_names_the_users_line(
+    tmp_path: Path, folder: str
+) -> None:
+    package = tmp_path / folder
+    package.mkdir()
+    (package / "lib.py").write_text("def fail():\n    raise ValueError('from below')\n")
+    source = (
+        "import runpy\n"
+        f"fail = runpy.run_path({str(package / 'lib.py')!r})['fail']\n"
+        "def reward(completions, **_):\n"
+        "    return fail()\n"
+    )
+    failure = call_reward(_load(tmp_path, source), {"prompts": ["p"], "completions": ["c"]})
+    first = failure["failed"].partition("\n")[0]
+    assert first == "raised ValueError: from below (mine.py:4)"
+
+
+def test_a_note_of_an_exception_does_not_stand_for_its_message(tmp_path: Path) -> None:
+    source = (
+        "def reward(completions, **_):\n"
+        "    error = ValueError('the message')\n"
+        "    error.add_note('a note\\nof two lines')\n"
+        "    raise error\n"
+    )
+    inputs = {"prompts": ["p"], "completions": ["c"]}
+    first, _, report = call_reward(_load(tmp_path, source), inputs)["failed"].partition("\n")
+    assert first == "raised ValueError: the message (mine.py:4)"
+    assert "a note\nof two lines" in report
+
+
 @pytest.mark.parametrize("name", sorted(SHIPPED))
 def test_unknown_argument_of_a_shipped_reward_is_refused(name: str) -> None:
     args = {"pattern": "x", "no_such": 1} if name == "format" else {"no_such": 1}

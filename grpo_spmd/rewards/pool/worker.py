@@ -129,7 +129,10 @@ def describe_error(error: BaseException) -> str:
             innermost = frames[indices[-1]]
             file = Path(innermost.tb_frame.f_code.co_filename).name
             place = place or f" ({file}:{innermost.tb_lineno})"
-    reason = " ".join(traceback.format_exception_only(error)[-1].split())
+    summary = traceback.TracebackException(type(error), error, None)
+    # Notes come after the message, and would be taken for it. They stay in the traceback.
+    summary.__notes__ = None
+    reason = " ".join([*summary.format_exception_only()][-1].split())
     report = "".join(traceback.format_exception(error))
     reason = cut_middle(reason, _MAX_REASON_CHARS)
     return f"{reason}{place}\n{cut_middle(report, MAX_ERROR_CHARS)}"
@@ -145,7 +148,9 @@ def _is_users(entry: TracebackType) -> bool:
     """Returns True for a frame outside of this package, the standard library and what pip
     installed."""
     file = entry.tb_frame.f_code.co_filename
-    return not file.startswith(_OTHERS_FILES) and "site-packages" not in file
+    # Debian's Python, and NVIDIA's images with it, installs into dist-packages.
+    is_installed = "/site-packages/" in file or "/dist-packages/" in file
+    return not file.startswith(_OTHERS_FILES) and not is_installed
 
 
 async def _finish(values: Awaitable[Any]) -> Any:

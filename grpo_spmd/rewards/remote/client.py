@@ -156,9 +156,13 @@ class JsonClient:
         except (aiohttp.ClientError, HttpProcessingError, OSError, UnicodeError) as error:
             details = " ".join(str(error).split())
             reason = f"{type(error).__name__}: {details}" if details else type(error).__name__
-            if isinstance(error, aiohttp.ClientConnectorError) and error.errno:
-                # aiohttp writes two addresses around it.
-                reason = os.strerror(error.errno)
+            if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
+                # aiohttp writes two addresses around it. The numbers of errors of DNS and TLS are
+                # not the system's, which would call them something else.
+                is_systems = not isinstance(
+                    error, aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError
+                )
+                reason = os.strerror(error.errno) if is_systems and error.errno else error.strerror
             address = self._url.partition("?")[0]
             message = f"did not answer: {self._redact(f'{reason} ({address})')}"
             raise FailedCallError(message, may_retry=True) from None
