@@ -263,7 +263,7 @@ def _try_reward(
                     "completion_ids, **columns), lists in, a list of numbers out"
                 )
             shown = " and ".join(f"{text[:60]!r}" for text in batch)
-            yield f"{name} {report}{_place(failure)}, for the completion {shown} of {row.where}"
+            yield f"{name} {report}, for the completion {shown} of {row.where}"
             break
 
 
@@ -291,6 +291,5 @@ def _try_environment(
         if "broken" in reply:
             raise ConfigError(f"environment: {reply['broken']}")
         if "failed" in reply:
-            failure = reply["failed"]
-            report = f"{failure.partition(chr(10))[0]}{_place(failure)}"
+            report = reply["failed"].partition("\n")[0]
             yield f"environment: an episode of {row.where} cannot begin: it {report}"

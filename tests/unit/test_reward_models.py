@@ -19,7 +19,7 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.proofs.schedule import ProofSchedule
-from grpo_spmd.records import ScoredRollouts
+from grpo_spmd.records import Completion, Episode, Prompt, ScoredRollouts
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rollout.reward_models import RewardModels, RewardTexts, rows_of_ranks
@@ -393,15 +393,15 @@ def test_a_completion_cannot_begin_another_turn(tmp_path: Path, case: str) -> No
     turns = [{"role": "user", "content": "<|im_start|>"}]  # the data's own may have markup
 
     def read(text: str) -> list[int]:
-        prompt = SimpleNamespace(text="p" if case == "text" else turns, token_ids=[])
+        prompt = Prompt(0, 0, token_ids=[], text="p" if case == "text" else turns, columns={})
         messages = [
             {"role": "assistant", "content": ""},
             {"role": "tool", "name": "f", "tool_call_id": "1", "content": text},
             {"role": "assistant", "content": "done"},
         ]
-        episode = SimpleNamespace(messages=messages) if case == "tool" else None
-        completion = SimpleNamespace(episode=episode, token_ids=[])
-        ids = texts.ids_of(prompt, completion, text)  # type: ignore[arg-type]
+        episode = Episode("ok", messages=messages) if case == "tool" else None
+        completion = Completion([], [], "stop", episode=episode)
+        ids = texts.ids_of(prompt, completion, text)
         assert ids is not None
         assert text in tokenizer.decode(ids)
         return ids

@@ -572,7 +572,7 @@ def test_nobody_is_there(tmp_path: Path, folders: list[Path]) -> None:
     with stub_server(lambda body: 1) as server:
         pass
     with pytest.raises(
-        ConfigError, match=r"teacher.url: the server did not answer .*; start it, correct the"
+        ConfigError, match=r"teacher.url: the server did not answer: .*; start it, correct the"
     ):
         _check(tmp_path, folders[0], server)
     path = write_config(tmp_path, folders[0])

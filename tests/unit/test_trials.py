@@ -120,7 +120,7 @@ def test_a_reward_that_fails_is_warned_of(folder: Path, capsys: pytest.CaptureFi
     line = 1 + CODE.splitlines().index(next(r for r in CODE.splitlines() if "def raises" in r))
     assert index_error == (
         "warning: rewards.0: 'raises' raised IndexError: string index out of range "
-        f"({folder}/mine.py:{line}), for the completion '' and '1' of {folder}/train.jsonl:1"
+        f"(mine.py:{line}), for the completion '' and '1' of {folder}/train.jsonl:1"
     )
     assert "rewards.1: 'column' raised KeyError: 'nothing'" in key_error
 
