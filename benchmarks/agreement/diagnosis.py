@@ -304,7 +304,8 @@ def measure(name: str, folder: Path) -> Row:
     if code:
         print(f"{name}: exit code {code}\n{output[-2000:]}", file=sys.stderr)
         return {"case": name, "result": f"exit code {code}", "findings": "", "false": ""}
-    row = {"case": name, "seed": 0, "steps": case.num_steps, **_judge(case, local / "run")}
+    facts = {"case": name, "seed": int(overrides.get("seed", 0)), "steps": case.num_steps}
+    row = facts | _judge(case, local / "run")
     print(f"{row['result']:<10} {name}: {row['findings']}", flush=True)
     return row
 
