@@ -183,7 +183,11 @@ class _Rank0Step:
             watched=self._rules.watched_rewards,
         )
         self._error_rates |= retried_fracs(
-            counts.status_counts, counts.retried, len(self._positions), counts.first_errors
+            counts.status_counts,
+            counts.retried,
+            len(self._positions),
+            counts.first_errors,
+            watched=self._rules.watched_rewards,
         )
 
     def decide(self) -> StepDecision:

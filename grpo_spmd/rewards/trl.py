@@ -22,7 +22,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,21 +207,28 @@ def _as_json(value: Any) -> Any:
 
 
 def retried_fracs(
-    statuses: Counts, retried: Counts, num_groups: int, first_errors: Sequence[str | None]
+    statuses: Counts,
+    retried: Counts,
+    num_groups: int,
+    first_errors: Sequence[str | None],
+    *,
+    watched: Collection[str] = (),
 ) -> dict[str, float]:
     """Returns `reward/<name>/retried_frac`: the fraction of groups whose call failed as a whole.
 
     The function is then called for each completion alone. `retried` counts groups by the kind of
     failure, `statuses` counts completions. Raises RewardError if the function raised for every
     group (of several groups), and afterwards for no completion: then no completion is the cause,
-    and rewards that look at their whole group would have different values.
+    and rewards that look at their whole group would have different values. The failures of
+    `watched` rewards stop nothing.
     """
     metrics: dict[str, float] = {}
     for name, counts in statuses.items():
         failures = retried.get(name, {})
         num_retried = sum(failures.values())
         has_failed = counts.get("error") or counts.get("timeout")
-        if num_retried == num_groups > 1 and failures.get("error") == num_groups and not has_failed:
+        needs_groups = num_retried == num_groups > 1 and failures.get("error") == num_groups
+        if needs_groups and not has_failed and name not in watched:
             raise RewardError.about(
                 next((error for error in first_errors if error), None),
                 f"reward {name!r} failed for each of the {num_groups} groups that it was called "

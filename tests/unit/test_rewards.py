@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -424,9 +424,11 @@ def _facts(statuses: list[str], retried: str | None, first_error: str | None = N
     return encode_groups([group], scored, 2)
 
 
-def _retried_fracs(facts: list[bytes]) -> dict[str, float]:
+def _retried_fracs(facts: list[bytes], watched: Collection[str] = ()) -> dict[str, float]:
     counts = decode_groups(facts, 2).counts
-    return retried_fracs(counts.status_counts, counts.retried, len(facts), counts.first_errors)
+    return retried_fracs(
+        counts.status_counts, counts.retried, len(facts), counts.first_errors, watched=watched
+    )
 
 
 FINE = ["ok", "ok"]
@@ -459,6 +461,9 @@ def test_a_function_that_fails_with_every_group_and_no_completion_stops_the_run(
         "reward 'f' raised KeyError; reward 'f' failed for each of the 2 groups that it was called "
         "with, and for no completion alone"
     )
+    # A reward that is only watched stops nothing.
+    watched = _retried_fracs([_facts(FINE, "error"), _facts(FINE, "error")], watched={"f"})
+    assert watched == {"reward/f/retried_frac": 1.0}
 
 
 def test_a_failure_names_the_users_line_and_shows_no_frame_of_ours(tmp_path: Path) -> None:
