@@ -193,7 +193,7 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
     # Below a traceback the reason stands once more, as the last line is what people read first.
     is_long = fault is not None and "\n" in fault.traceback
-    lines.append("all ranks stop with exit code 1" + f": {reason}" * is_long)
+    lines.append("all ranks stop with exit code 1" + f": rank {culprit} {reason}" * is_long)
     return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
 

@@ -179,7 +179,7 @@ DIES = {
     "segfault": "died of SIGSEGV",
     "close": "closed the worker's connection to the pool",
     "garbage": "closed the worker's connection to the pool",
-    "exit": "raised SystemExit: 3",
+    "exit": "raised SystemExit: 3 (world.py:12)",
 }
 
 

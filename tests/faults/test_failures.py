@@ -154,7 +154,8 @@ def test_a_reward_that_never_applies_stops_all_ranks_and_says_why(
     assert code == 1
     assert "none of the 16 completions of this step has a usable reward" in output
     assert "failed first, in phase reward, step 1" in output
-    assert output.count("Traceback") == 1, output
+    # The message is whole, and our own frames would say nothing.
+    assert "Traceback" not in output
 
 
 def test_unusable_rewards_are_counted_and_left_out(tmp_path: Path, model: Path) -> None:

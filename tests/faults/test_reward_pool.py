@@ -323,8 +323,8 @@ def test_groups_that_were_called_again_are_noted(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("raise", "raised KeyError: 'gone'"),
-        ("exit", "raised SystemExit: 0"),
+        ("raise", "raised KeyError: 'gone' (mine.py:8)"),
+        ("exit", "raised SystemExit: 0 (mine.py:21)"),
         ("_exit", "exited with code 0"),
         ("segfault", "died of SIGSEGV"),
         ("hang", "took longer than timeout_s=0.3"),
@@ -355,7 +355,7 @@ def test_failures_are_counted_in_one_warning(
     )
     assert [record.getMessage() for record in caplog.records] == [
         "reward 'one': 3 of 6 completions failed (1 timeout, 2 error); first: reward 'one' "
-        "raised KeyError: 'gone'"
+        "raised KeyError: 'gone' (mine.py:8)"
     ]
 
 

@@ -78,7 +78,8 @@ def truth(folder: Path) -> dict[str, dict[str, list[Any]]]:
                     if not completion.episode.turns:
                         position[str(group.slot * GROUP_SIZE + n)] = ["not_applicable", None, None]
                         continue
-                requests = asked_of(group.prompt.text, message)
+                # reset() may have said more than the row.
+                requests = asked_of(group.prompt.text_before(completion), message)
                 reply, reason = judge.reply_to(requests)
                 score = score_of(reply, reason)
                 position[str(group.slot * GROUP_SIZE + n)] = [
