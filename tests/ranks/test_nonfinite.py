@@ -167,7 +167,7 @@ def test_a_run_stops_after_several_in_a_row_with_the_rollouts_on_disk(folder: Pa
         "in "
         "zip(completion_ids, factor)]\n"
     )
-    rows = [{"prompt": "1,2=3:", "factor": 1.0 if row // 4 == 1 else 4e37} for row in range(24)]
+    rows = [{"prompt": "1,2=3:", "factor": 1.0 if row // 4 == 1 else 1e29} for row in range(24)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = write_config(
         folder,

@@ -69,7 +69,7 @@ def ids_of(folder: Path, case: str) -> list[list[int] | None]:
                     if completion.episode
                     else [{"role": "assistant", "content": text}]
                 )
-                messages = group.prompt.text + message
+                messages = [*group.prompt.text_before(completion), *message]
                 ids = pretrained.apply_chat_template(
                     messages, chat_template=template, tokenize=True, return_dict=False
                 )
