@@ -108,5 +108,5 @@ def _finish(run: Run) -> None:
             run.log.write_evaluation(num_steps, run.evaluator.evaluate(num_steps))
     with run.phase("checkpoint"):
         run.checkpoints.wait()
-    run.log.end_run()
     run.log_diagnosis()
+    run.log.end_run()

@@ -220,6 +220,7 @@ def test_the_terminal_shows_a_line_a_step_and_nothing_alarming(learned: Run) -> 
         "all rewards are alike (mean 1)" in line for line in message
     )  # rounding decides whether a step solves all
     assert lines[-1].startswith(f"done: {NUM_STEPS} steps")
+    assert lines[-2].startswith("diagnosis: ")
     assert not [
         line for line in lines if "Warning" in line or "WARNING" in line or "Traceback" in line
     ]
@@ -235,9 +236,11 @@ def test_the_run_folder_holds_what_the_contract_says(learned: Run) -> None:
         line.split(maxsplit=3)[3]
         for line in (learned.folder / "logs/rank_0.log").read_text().splitlines()
     ]
-    assert message == [
-        line.strip() for line in shown(learned)
-    ]  # from the first line on, before the folder was there
+    # The checks before the run show the first prompt; then from the first line on, before the folder
+    # was there.
+    initial, *lines = shown(learned)
+    assert initial.startswith("prompt 1 of 197")
+    assert message == [line.strip() for line in lines]
     assert [p.name for p in (learned.folder / "checkpoints").iterdir()] == [f"step_{NUM_STEPS:06d}"]
 
 
