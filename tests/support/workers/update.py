@@ -112,6 +112,8 @@ def score(groups: list[RolloutGroup]) -> ScoredRollouts:
         for sample in range(GROUP_SIZE):
             scored.rewards.append(fixed_reward(group.slot, sample))
     scored.by_name = {"fixed": list(scored.rewards)}
+    statuses = ["not_applicable" if reward is None else "ok" for reward in scored.rewards]
+    scored.statuses = {"fixed": statuses}
     return scored
 
 
