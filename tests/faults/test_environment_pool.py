@@ -209,7 +209,10 @@ def test_what_ends_a_process_costs_its_own_episode_alone(pools: Pools) -> None:
     reply = _next(pool)[steady]
     assert isinstance(reply, Reply)
     num_calls = 2 * len(DIES)  # the state is its own, and was never reset
-    assert reply.values == {"rewards": {"World": num_calls + 0.5, "judged": num_calls * 10 + 2}}
+    assert reply.values == {
+        "rewards": {"World": num_calls + 0.5, "judged": num_calls * 10 + 2},
+        "lost": "",
+    }
     assert pool.poll(0.0) == []
 
 
