@@ -6,7 +6,8 @@ for one layer."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +60,9 @@ class WeightReload:
             KeyError,
             ValueError,
         ):
-            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            # The engine's workers are in this process, so that this model is theirs.
+            with _base_layers_alone(self._model):
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)
         if self._loaded is None:
@@ -73,6 +76,27 @@ class WeightReload:
                 f"load_weights: {len(missing)} engine parameters were not covered by the policy, "
                 f"first {missing[0]}"
             )
+
+
+@contextmanager
+def _base_layers_alone(model: nn.Module) -> Iterator[None]:
+    """Puts each layer that vLLM wrapped for LoRA in the place of its wrapper.
+
+    0.26 looks for the wrapper's own weights and finds none; later versions ask the layer inside."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrappers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseLayerWithLoRA)
+    }
+    for name, wrapper in wrappers.items():
+        model.set_submodule(name, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper)
 
 
 def after_reload_on_cpu(model: nn.Module) -> None:
