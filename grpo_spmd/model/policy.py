@@ -36,7 +36,8 @@ from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
-from grpo_spmd.model.sharding import first_row, shard_over_ranks
+from grpo_spmd.model.families.stored import StoredPart, StoredParts, saved_parts
+from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
 _log = logging.getLogger("grpo_spmd")
@@ -65,6 +66,9 @@ class Policy(nn.Module):
             logits, temperature=logits.temperature * divisor, softcap=softcap
         )
         self.attention = attention
+        self.saved = saved_parts(self.model)
+        """The names and rows under which a checkpoint and the engine have the parameters that they
+        do not have under their own."""
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -181,7 +185,7 @@ def build_policy(
         policy = Policy(hf_config, logits, attention, stored_dtype)
     refuse_structure(policy.model, config.path)
     folder = checkpoint_folder(config.path)
-    stored_names = refuse_tensors(policy.model, folder)
+    stored = refuse_tensors(policy.model, folder)
     policy.max_rollout_tokens = max_rollout_tokens
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
@@ -200,7 +204,7 @@ def build_policy(
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
     fix_rotary_factors(policy.model, max_rollout_tokens)
-    load_weights(hf_named_parameters(policy), folder, stored_names)
+    load_weights(hf_named_parameters(policy), folder, stored)
     lora.initialise_adapters(policy.model, seed)
     adapters = ""
     if has_adapters:
@@ -273,6 +277,7 @@ _KEPT_OPERATORS = (
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._grouped_mm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -316,35 +321,47 @@ def _keep_products() -> Any:
 def load_weights(
     parameters: Iterable[tuple[str, Tensor]],
     folder: Path,
-    stored_names: Mapping[str, str] | None = None,
+    stored: StoredParts | None = None,
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
-    `parameters` are DTensors with their HF names; `stored_names` has those that differ on disk.
+    `parameters` are DTensors with their HF names; `stored` says where those are that the files do
+    not have under these names.
     Raises ConfigError for a tensor that is missing, has another shape, or has a value that is not
     finite."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
         assert isinstance(parameter, DTensor), hf_name
-        name = (stored_names or {}).get(hf_name, hf_name)
-        if name not in files:
-            raise ConfigError(f"model.path: {folder} has no tensor {name}")
-        # Opened again for each tensor: pages of a mapping count as resident until it is closed.
-        with safe_open(files[name], framework="pt") as file:
-            stored = file.get_slice(name)
-            shape = list(stored.get_shape())
-            if shape != list(parameter.shape):
-                raise ConfigError(
-                    f"model.path: {name} has shape {shape} in {folder}, but the model asks for "
-                    f"{list(parameter.shape)}"
-                )
-            local = parameter.to_local()
-            start = first_row(parameter)
-            if len(local):
-                local.copy_(stored[start : start + len(local)])
-                # Else the first weight sync would look broken: NaN is not equal to itself.
-                if not local.isfinite().all():
-                    raise ConfigError(
-                        f"model.path: {name} in {folder} has values that are NaN or infinite; "
-                        "export or download the model again"
-                    )
+        local = parameter.to_local()
+        for part in (stored or {}).get(hf_name, [StoredPart(hf_name, 0, tuple(parameter.shape))]):
+            _read_part(part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter))
+        # Else the first weight sync would look broken: NaN is not equal to itself.
+        if not local.isfinite().all():
+            raise ConfigError(
+                f"model.path: {hf_name} in {folder} has values that are NaN or infinite; "
+                "export or download the model again"
+            )
+
+
+def _read_part(
+    part: StoredPart, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
+) -> None:
+    """Fills those of `rows` that the part has. `start` is the first of them in the parameter."""
+    if part.name not in files:
+        raise ConfigError(f"model.path: {folder} has no tensor {part.name}")
+    first = max(start, part.start)
+    end = min(start + len(rows), part.start + part.num_rows)
+    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
+    with safe_open(files[part.name], framework="pt") as file:
+        tensor = file.get_slice(part.name)
+        shape = list(tensor.get_shape())
+        if shape != list(part.shape):
+            raise ConfigError(
+                f"model.path: {part.name} has shape {shape} in {folder}, but the model asks for "
+                f"{list(part.shape)}"
+            )
+        if first < end:
+            # Rows of the first dimension, each of which may be a matrix.
+            height = part.num_rows // shape[0]
+            values = tensor[(first - part.start) // height : (end - part.start) // height]
+            rows[first - start : end - start] = as_matrix(values)
