@@ -22,8 +22,7 @@ _DEMO = "test_reward_rises or engine_stays or metric_of_the_contract or work_tog
 TESTS = {
     "the demo on 2 ranks, tensor parallel": ["tests/runs/test_end_to_end.py", "-k", _DEMO],
     "the weight sync, tensor parallel": ["tests/ranks/test_weight_sync.py"],
-    # `sync: adapter` does not work on 0.26: its wrappers of LoRA hide the base from the reload.
-    "LoRA, merged": ["tests/ranks/test_lora.py", "-k", "real_loop and merged"],
+    "LoRA, merged and as adapters": ["tests/ranks/test_lora.py"],
     "sleep and abort": ["tests/ranks/test_engine_states.py"],
     "the asynchronous scheduler": ["tests/ranks/test_async_scheduler.py"],
     "long prompts": ["tests/ranks/test_long_prompts.py"],

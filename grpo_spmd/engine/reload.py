@@ -6,7 +6,8 @@ for one layer."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -53,13 +54,12 @@ class WeightReload:
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
-        with as_config_error(
-            self._llm.model_config.model,
-            "cannot be loaded by vLLM",
-            AssertionError,
-            AttributeError,
-            KeyError,
-            ValueError,
+        problem = "cannot be loaded by vLLM"
+        kinds = AssertionError, AttributeError, KeyError, ValueError
+        # The engine's workers are in this process, so that this model is theirs.
+        with (
+            as_config_error(self._llm.model_config.model, problem, *kinds),
+            _base_layers_alone(self._model),
         ):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
@@ -85,6 +85,27 @@ def before_reload_on_cpu(model: nn.Module) -> None:
     for module in model.modules():
         if hasattr(module, "w13_weight"):
             module.quant_method.moe_kernel = None
+
+
+@contextmanager
+def _base_layers_alone(model: nn.Module) -> Iterator[None]:
+    """Puts each layer that vLLM wrapped for LoRA in the place of its wrapper.
+
+    0.26 looks for the wrapper's own weights and finds none; later versions ask the layer inside."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrappers = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, BaseLayerWithLoRA)
+    }
+    for name, wrapper in wrappers.items():
+        model.set_submodule(name, wrapper.base_layer)
+    try:
+        yield
+    finally:
+        for name, wrapper in wrappers.items():
+            model.set_submodule(name, wrapper)
 
 
 def after_reload_on_cpu(model: nn.Module) -> None:

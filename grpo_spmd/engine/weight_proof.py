@@ -282,8 +282,7 @@ def _gather_fingerprints(
 
     gathered = gather_rows(local_fingerprints())
     return {
-        view: rows.reshape(-1, view.num_slices)
-        for view, rows in zip(views, gathered, strict=True)
+        view: rows.reshape(-1, view.num_slices) for view, rows in zip(views, gathered, strict=True)
     }
 
 

@@ -334,7 +334,9 @@ def load_weights(
         assert isinstance(parameter, DTensor), hf_name
         local = parameter.to_local()
         for part in (stored or {}).get(hf_name, [StoredPart(hf_name, 0, tuple(parameter.shape))]):
-            _read_part(part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter))
+            _read_part(
+                part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter)
+            )
         # Else the first weight sync would look broken: NaN is not equal to itself.
         if not local.isfinite().all():
             raise ConfigError(

@@ -130,7 +130,9 @@ def difference(
 
 
 def all_but_one(full: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in full.items() if "layers.1.self_attn.o_proj" not in name)
+    return (
+        (name, tensor) for name, tensor in full.items() if "layers.1.self_attn.o_proj" not in name
+    )
 
 
 def refuses(call: object, expected: str) -> None:
