@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.families.build import build_on_meta, decoder_layers
 from grpo_spmd.model.sharding import gather_rows
 
 
@@ -102,9 +101,7 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Returns the target modules by their last names, for an engine that starts before the
     policy."""
-    # No memory: only the names of the layers are looked at.
-    with torch.device("meta"):
-        model = build_hf_model(load_config(path), path)
+    model = build_on_meta(path)
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
 
 

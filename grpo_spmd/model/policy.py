@@ -34,9 +34,9 @@ from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
+from grpo_spmd.model.families.stored import StoredPart, StoredParts, saved_parts
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
-from grpo_spmd.model.families.stored import StoredPart, StoredParts, saved_parts
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -334,9 +334,7 @@ def load_weights(
         assert isinstance(parameter, DTensor), hf_name
         local = parameter.to_local()
         for part in (stored or {}).get(hf_name, [StoredPart(hf_name, 0, tuple(parameter.shape))]):
-            _read_part(
-                part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter)
-            )
+            read_part(part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter))
         # Else the first weight sync would look broken: NaN is not equal to itself.
         if not local.isfinite().all():
             raise ConfigError(
@@ -345,7 +343,7 @@ def load_weights(
             )
 
 
-def _read_part(
+def read_part(
     part: StoredPart, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
 ) -> None:
     """Fills those of `rows` that the part has. `start` is the first of them in the parameter."""

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
-EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
+EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe")
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.
 _LAYERS = ["sliding_attention", "full_attention"]
@@ -31,14 +31,6 @@ _APART: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts_per_tok": 2, "num_experts": 6},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 6, "sliding_window": None},
     "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 6},
-    "glm4_moe": {
-        **_EXPERTS,
-        "n_routed_experts": 6,
-        "n_shared_experts": 1,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-    },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
         "original_max_position_embeddings": 16,
@@ -87,8 +79,7 @@ def make_model(
         **overrides,
     }
     if family not in (
-        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text"),
-        *("qwen3_moe", "glm4_moe"),
+        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe"),
     ):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # from which most take the size of a head
