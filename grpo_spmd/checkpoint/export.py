@@ -35,7 +35,7 @@ from grpo_spmd.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_spmd.model.families.stored import StoredPart
+    from grpo_spmd.model.families.stored import SavedTensor
 
 
 # The bytes of an output file, and of the rows that are read at a time.
@@ -85,31 +85,31 @@ class _StoredRows:
     """Locates the rows of a checkpoint's tensor that are a tensor of their own in HF's format."""
 
     tensor: StoredTensor
-    part: StoredPart
+    saved: SavedTensor
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.part.shape
+        return self.saved.shape
 
     def read(self, dtype: str) -> Tensor:
         """Returns the rows as `dtype`, rounded to nearest even."""
-        from grpo_spmd.model.sharding import as_matrix
-
-        result = _empty_tensor(self.part.shape, dtype)
-        matrix = as_matrix(result)
-        height = math.prod(self.tensor.shape[1:-1])  # rows of one expert
+        result = _empty_tensor(self.shape, dtype)
+        # All dimensions but the last are rows. An expert has `height` of them.
+        height = math.prod(self.tensor.shape[1:-1])
+        columns = self.tensor.shape[-1]
+        matrix = result.view(-1, columns)
         for piece in self.tensor.pieces:
             start = piece.first_row * height
-            first = max(start, self.part.start)
-            end = min(start + piece.shape[0] * height, self.part.start + self.part.num_rows)
-            if first < end:
-                expert = first // height
+            begin = max(start, self.saved.start)
+            end = min(start + piece.shape[0] * height, self.saved.start + self.saved.num_rows)
+            if begin < end:
+                expert = begin // height
                 with safe_open(piece.file, framework="pt") as file:
-                    rows = file.get_slice(self.tensor.name)[
+                    experts = file.get_slice(self.tensor.name)[
                         expert - piece.first_row : -(-end // height) - piece.first_row
                     ]
-                values = as_matrix(rows)[first - expert * height : end - expert * height]
-                matrix[first - self.part.start : end - self.part.start] = values
+                values = experts.reshape(-1, columns)[begin - expert * height :][: end - begin]
+                matrix[begin - self.saved.start : end - self.saved.start] = values
         return result
 
 
@@ -121,19 +121,16 @@ def _saved_tensors(
     `folder` has the model's config.json."""
     if all(len(tensor.shape) < 3 for tensor in tensors.values()):
         return dict(tensors)
-    from grpo_spmd.model.families.build import build_on_meta
-    from grpo_spmd.model.families.stored import saved_parts
+    from grpo_spmd.model.families.stored import build_on_meta, saved_layout
 
-    parts = saved_parts(build_on_meta(str(folder)))
-    return {
-        name: tensor
-        for parameter, stored in tensors.items()
-        for name, tensor in (
-            [(part.name, _StoredRows(stored, part)) for part in parts[parameter]]
-            if parameter in parts
-            else [(parameter, stored)]
-        )
-    }
+    layout = saved_layout(build_on_meta(str(folder)))
+    by_name: dict[str, StoredTensor | _StoredRows] = {}
+    for name, tensor in tensors.items():
+        if name in layout:
+            by_name |= {saved.name: _StoredRows(tensor, saved) for saved in layout[name]}
+        else:
+            by_name[name] = tensor
+    return by_name
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -424,13 +421,12 @@ def _merged_tensors(
     A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
     CheckpointError if an adapter belongs to no parameter or has another shape.
     """
-    from grpo_spmd.model.families.build import build_on_meta
-    from grpo_spmd.model.families.stored import stored_parts
+    from grpo_spmd.model.families.stored import build_on_meta, stored_layout
     from grpo_spmd.model.hf_files import tensor_files
 
     model = build_on_meta(str(folder))
     files = tensor_files(folder)
-    parts = stored_parts(model, files)
+    layout = stored_layout(model, files)
     tensors: dict[str, _Merged] = {}
     num_used = 0
     for name, parameter in model.named_parameters():
@@ -438,9 +434,11 @@ def _merged_tensors(
         a = adapters.get(f"{layer}lora_A.weight")
         b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
-        if len(shape) == 3 and name in parts:  # experts, which have no adapters
-            for part in parts[name]:
-                tensors[part.name] = _Merged(files[part.name], part.name, part.shape, None, scale)
+        if len(shape) == 3 and name in layout:  # experts, which have no adapters
+            for saved in layout[name]:
+                tensors[saved.name] = _Merged(
+                    files[saved.name], saved.name, saved.shape, adapter=None, scale=scale
+                )
             continue
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")

@@ -1,6 +1,7 @@
 """Makes a demo's model and prompts, from a seed and without a download; or runs the demo's judge.
 
-python -m grpo_spmd.demo [countdown|tools|experts|distill|rm] [--out .demo] [--seed 0] [--numbers 2|3-4]
+python -m grpo_spmd.demo [countdown|tools|experts|distill|rm] [--out .demo] [--seed 0]
+                         [--numbers 2|3-4]
 python -m grpo_spmd.demo judge
 """
 

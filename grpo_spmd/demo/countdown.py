@@ -163,7 +163,7 @@ def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[
 
 
 def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
-    """Writes a policy with eight experts a layer, two of which each token takes. Returns the rows."""
+    """Writes a policy with eight experts a layer, of which a token takes two. Returns rows."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     return fill_demo(model, seed, norm_topk_prob=True, **experts)
 

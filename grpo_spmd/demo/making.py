@@ -77,7 +77,7 @@ def make_model(
     transformers.utils.logging.disable_progress_bar()
     # The weights depend on the seed alone.
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def loss_of(step: int) -> torch.Tensor:
         batch = batch_of(step)

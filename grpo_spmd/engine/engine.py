@@ -281,14 +281,14 @@ class RolloutEngine:
     def _measure(self) -> MemoryUse:
         return measure(self._session.device, self.pool_bytes())
 
-    def tensors(self, hf_names: Collection[str], saved: StoredParts) -> list[EngineTensor]:
+    def tensors(self, hf_names: Collection[str], saved: SavedLayout) -> list[EngineTensor]:
         """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks.
 
         `saved` has what checkpoints have under other names (`Policy.saved`)."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
         return engine_tensors(self._model, hf_names, saved) + adapters
 
-    def direct_load(self, names: Mapping[str, str], saved: StoredParts) -> DirectLoad:
+    def direct_load(self, names: Mapping[str, str], saved: SavedLayout) -> DirectLoad:
         """Returns a DirectLoad of the current layout. Call it only after a proof has passed.
 
         `names` has the policy's tensors by each name that they have."""

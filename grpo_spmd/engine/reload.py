@@ -54,13 +54,16 @@ class WeightReload:
         self._loaded = None
         if self._on_cpu:
             self._llm.apply_model(before_reload_on_cpu)
-        problem = "cannot be loaded by vLLM"
-        kinds = AssertionError, AttributeError, KeyError, ValueError
+        errors = as_config_error(
+            self._llm.model_config.model,
+            "cannot be loaded by vLLM",
+            AssertionError,
+            AttributeError,
+            KeyError,
+            ValueError,
+        )
         # The engine's workers are in this process, so that this model is theirs.
-        with (
-            as_config_error(self._llm.model_config.model, problem, *kinds),
-            _base_layers_alone(self._model),
-        ):
+        with errors, _base_layers_alone(self._model):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
             self._llm.apply_model(after_reload_on_cpu)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.model.families.stored import StoredParts
+from grpo_spmd.model.families.stored import SavedLayout
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
 
 
 def engine_tensors(
-    model: nn.Module, hf_names: Collection[str], saved: StoredParts
+    model: nn.Module, hf_names: Collection[str], saved: SavedLayout
 ) -> list[EngineTensor]:
     """Returns what each parameter of this rank's engine holds, alike in number on all ranks.
 
@@ -100,7 +100,7 @@ def engine_tensors(
 
 
 def _hf_names_by_engine_name(
-    model: Any, hf_names: Collection[str], saved: StoredParts
+    model: Any, hf_names: Collection[str], saved: SavedLayout
 ) -> dict[str, str]:
     """Returns the HF name for each name that vLLM's model has for it."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
@@ -263,8 +263,8 @@ def _experts_tensors(path: str, layer: Any, names: Mapping[str, str]) -> list[En
     )
     backend = layer.quant_method.unquantized_backend.name
     if backend == "CPU":
-        part = TensorPart(names["gate_up_proj"], gate_up_rows, 0, 0, gate_up_rows)
-        return [replace(down, values=None, product=_experts_product(layer), gate_up=part)]
+        gate_up = TensorPart(names["gate_up_proj"], gate_up_rows, 0, 0, gate_up_rows)
+        return [replace(down, values=None, product=_experts_product(layer), gate_up=gate_up)]
     if backend != "TRITON":  # another order, which only its own kernel knows
         names = {"gate_up_proj": f"{path}.w13_weight", "down_proj": f"{path}.w2_weight"}
         down = replace(down, parts=(replace(down.parts[0], name=names["down_proj"]),))

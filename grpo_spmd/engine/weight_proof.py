@@ -305,12 +305,12 @@ def _expert_fingerprints(
     states = (activation(gate) * up).view(num_slices, -1)
     # The derivative of an activation is about 1 at most.
     errors = gate_rows.norm(dim=1) * up.abs() + up_rows.norm(dim=1) * activation(gate).abs()
-    errors = errors.view(num_slices, -1) + states.abs() / probe.norm()
-    if is_rounded:
-        errors = errors + states.abs() * (2.0**-6 / 1e-6 / probe.norm())
+    rounding = 2.0**-6 / 1e-6 if is_rounded else 1.0
+    errors = errors.view(num_slices, -1) + states.abs() * (rounding / probe.norm())
     rows = down.unflatten(1, (num_slices, -1))
     products = (rows * states).sum(-1)
-    norms = rows.norm(dim=-1) * errors.norm(dim=-1)
+    # The states' errors do not depend on each other.
+    norms = (rows * errors).norm(dim=-1)
     return torch.stack([products, norms], -1).view(torch.int64)[..., 0]
 
 

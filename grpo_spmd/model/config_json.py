@@ -79,6 +79,19 @@ class ModelFacts:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of a layer's experts those that it takes."""
+        experts = [re.search(r"\.experts\.(\d+)\.", name) for name in self.shapes]
+        num_experts = 1 + max((int(match[1]) for match in experts if match), default=0)
+        taken = self.config.get("num_experts_per_tok", 1)
+        total = 0
+        for (_, shape), match in zip(self.shapes.items(), experts, strict=True):
+            # A checkpoint has each expert by itself, or all of them in one tensor.
+            size = shape[0] if len(shape) == 3 else num_experts if match else 1
+            total += math.prod(shape) * min(taken, size) // size
+        return total
+
+    @property
     def dimensions(self) -> Dimensions | None:
         return dimensions(self.config)
 

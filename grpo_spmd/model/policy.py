@@ -34,7 +34,7 @@ from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
-from grpo_spmd.model.families.stored import StoredPart, StoredParts, saved_parts
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
@@ -66,7 +66,7 @@ class Policy(nn.Module):
             logits, temperature=logits.temperature * divisor, softcap=softcap
         )
         self.attention = attention
-        self.saved = saved_parts(self.model)
+        self.saved = saved_layout(self.model)
         """The names and rows under which a checkpoint and the engine have the parameters that they
         do not have under their own."""
         self.lora = LoraConfig()  # no adapters
@@ -77,6 +77,15 @@ class Policy(nn.Module):
     def num_parameters(self) -> int:
         """Parameters of the whole model, adapters included, a tied one counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of the experts those that it takes."""
+        taken = getattr(self.model.config, "num_experts_per_tok", 0)
+        return sum(
+            p.numel() * taken // len(p) if p.dim() == 3 and taken else p.numel()
+            for p in self.parameters()
+        )
 
     def forward(
         self, batch: MicroBatch, *terms: Term, only_term: bool = False
@@ -184,6 +193,7 @@ def build_policy(
     with torch.device("meta"):
         policy = Policy(hf_config, logits, attention, stored_dtype)
     refuse_structure(policy.model, config.path)
+    _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)
     stored = refuse_tensors(policy.model, folder)
     policy.max_rollout_tokens = max_rollout_tokens
@@ -220,6 +230,18 @@ def build_policy(
         attention,
     )
     return policy
+
+
+def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
+    """Raises ConfigError if FSDP, which gives whole experts to a rank, would pad by a quarter."""
+    for parameter in policy.model.parameters():
+        num_experts = len(parameter)
+        padded = -(-num_experts // num_ranks) * num_ranks
+        if parameter.dim() == 3 and padded > 1.25 * num_experts:
+            raise ConfigError(
+                f"model.path: {path} has {num_experts} experts a layer, which {num_ranks} ranks "
+                f"would hold as {padded}; set model.num_replicas so that fewer ranks share a model"
+            )
 
 
 def build_reference(
@@ -321,7 +343,7 @@ def _keep_products() -> Any:
 def load_weights(
     parameters: Iterable[tuple[str, Tensor]],
     folder: Path,
-    stored: StoredParts | None = None,
+    stored: SavedLayout | None = None,
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
@@ -333,8 +355,10 @@ def load_weights(
     for hf_name, parameter in parameters:
         assert isinstance(parameter, DTensor), hf_name
         local = parameter.to_local()
-        for part in (stored or {}).get(hf_name, [StoredPart(hf_name, 0, tuple(parameter.shape))]):
-            read_part(part, files, folder, rows=as_matrix(local), start=first_matrix_row(parameter))
+        whole = SavedTensor(hf_name, 0, tuple(parameter.shape))
+        for saved in (stored or {}).get(hf_name, [whole]):
+            start = first_matrix_row(parameter)
+            read_rows(saved, files, folder, rows=as_matrix(local), start=start)
         # Else the first weight sync would look broken: NaN is not equal to itself.
         if not local.isfinite().all():
             raise ConfigError(
@@ -343,25 +367,28 @@ def load_weights(
             )
 
 
-def read_part(
-    part: StoredPart, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
+def read_rows(
+    saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
 ) -> None:
-    """Fills those of `rows` that the part has. `start` is the first of them in the parameter."""
-    if part.name not in files:
-        raise ConfigError(f"model.path: {folder} has no tensor {part.name}")
-    first = max(start, part.start)
-    end = min(start + len(rows), part.start + part.num_rows)
+    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
+    first of them.
+
+    Raises ConfigError as `load_weights` does."""
+    if saved.name not in files:
+        raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
+    begin = max(start, saved.start)
+    end = min(start + len(rows), saved.start + saved.num_rows)
     # Opened again for each tensor: pages of a mapping count as resident until it is closed.
-    with safe_open(files[part.name], framework="pt") as file:
-        tensor = file.get_slice(part.name)
+    with safe_open(files[saved.name], framework="pt") as file:
+        tensor = file.get_slice(saved.name)
         shape = list(tensor.get_shape())
-        if shape != list(part.shape):
+        if shape != list(saved.shape):
             raise ConfigError(
-                f"model.path: {part.name} has shape {shape} in {folder}, but the model asks for "
-                f"{list(part.shape)}"
+                f"model.path: {saved.name} has shape {shape} in {folder}, but the model asks for "
+                f"{list(saved.shape)}"
             )
-        if first < end:
-            # Rows of the first dimension, each of which may be a matrix.
-            height = part.num_rows // shape[0]
-            values = tensor[(first - part.start) // height : (end - part.start) // height]
-            rows[first - start : end - start] = as_matrix(values)
+        if begin < end:
+            # The first dimension may be that of whole experts: FSDP splits no expert.
+            height = saved.num_rows // shape[0]
+            values = tensor[(begin - saved.start) // height : (end - saved.start) // height]
+            rows[begin - start : end - start] = as_matrix(values)

@@ -37,7 +37,7 @@ from grpo_spmd.model.families.refusals import (
     refuse_untrainable,
     trainable_config,
 )
-from grpo_spmd.model.families.stored import stored_parts
+from grpo_spmd.model.families.stored import stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
@@ -111,7 +111,7 @@ def build_value_model(
     layers = decoder_layers(hf_model)
     folder = checkpoint_folder(path)
     files = tensor_files(folder)
-    stored = stored_parts(hf_model, files)
+    stored = stored_layout(hf_model, files)
     for layer in layers:
         set_up_layer(layer, config.recompute, config.compile)
     # The head computes alone and in float32: bfloat16 would round its one number to 3 digits.

@@ -37,9 +37,9 @@ from grpo_spmd.learn.update import (
     Reference,
     UpdateObserver,
 )
-from grpo_spmd.model.families.stored import StoredPart
+from grpo_spmd.model.families.stored import SavedTensor
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.policy import Policy, hf_named_parameters, read_part
+from grpo_spmd.model.policy import Policy, hf_named_parameters, read_rows
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
@@ -247,12 +247,12 @@ class UpdateCheck(UpdateObserver):
         files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
             rows = as_matrix(parameter.to_local())[:_NUM_ROWS].cpu()
-            whole = StoredPart(name, 0, tuple(parameter.shape))
-            for part in model.saved.get(name, [whole]):
-                if part.name in files and len(rows):
+            whole = SavedTensor(name, 0, tuple(parameter.shape))
+            for saved in model.saved.get(name, [whole]):
+                if saved.name in files and len(rows):
                     stored = self._stored_rows.setdefault(name, rows.clone())
                     start = first_matrix_row(parameter)
-                    read_part(part, files, self._folder, rows=stored, start=start)
+                    read_rows(saved, files, self._folder, rows=stored, start=start)
             if name in self._stored_rows and not torch.equal(self._stored_rows[name], rows):
                 result.errors.append(f"the reference's {name} is not that of {self._folder}")
 

@@ -78,12 +78,6 @@ def build_hf_model(
             ) from None
 
 
-def build_on_meta(path: str) -> Any:
-    """Returns transformers' causal LM of a folder or hub id without memory for its weights."""
-    with torch.device("meta"):
-        return build_hf_model(load_config(path), path)
-
-
 def decoder_layers(model: Any) -> nn.ModuleList:
     """Returns the decoder's list of layers. Raises ConfigError unless there is exactly one."""
     depth = getattr(model.config, "num_hidden_layers", None)

@@ -24,7 +24,7 @@ from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_s
 from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
-from grpo_spmd.model.families.stored import StoredPart, StoredParts, saved_parts, stored_parts
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout, stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
@@ -86,7 +86,7 @@ def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: boo
     with as_config_error(path, "has sizes that differ from layer to layer"):
         head_dim(hf_config)
     refuse_structure(model, path)
-    saved_parts(model)
+    saved_layout(model)
     if is_policy:
         refuse_tensors(model, checkpoint_folder(path))
     logits_map(model)
@@ -101,7 +101,7 @@ def refuse_structure(model: Any, path: str) -> None:
             f"model.path: {path} has a bias in its lm_head, which chunked logprobs do not support"
         )
     for name, module in model.named_modules():
-        if any(parameter.dim() == 3 for parameter in module.parameters(recurse=False)):
+        if "Experts" in type(module).__name__:
             _refuse_other_experts(module, f"{path} ({name})")
         if type(module) is Conv1D:
             raise ConfigError(
@@ -139,12 +139,12 @@ def _refuse_other_experts(experts: Any, where: str) -> None:
         )
 
 
-def refuse_tensors(model: Any, folder: Path) -> StoredParts:
+def refuse_tensors(model: Any, folder: Path) -> SavedLayout:
     """Raises ConfigError unless the checkpoint has exactly the model's tensors.
 
     Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
     the model that trains would not be the one that is stored. Returns where it has the parameters
-    that it does not have under their own names (`stored_parts`)."""
+    that it does not have under their own names (`stored_layout`)."""
     files = tensor_files(folder)
     stored = {
         name: entry
@@ -152,11 +152,11 @@ def refuse_tensors(model: Any, folder: Path) -> StoredParts:
         for name, entry in read_header(path).items()
         if name in files
     }
-    parts = stored_parts(model, stored)
+    layout = stored_layout(model, stored)
     shapes = {
-        part.name: list(part.shape)
+        saved.name: list(saved.shape)
         for name, parameter in model.named_parameters()
-        for part in parts.get(name, [StoredPart(name, 0, tuple(parameter.shape))])
+        for saved in layout.get(name, [SavedTensor(name, 0, tuple(parameter.shape))])
     }
     for name, shape in shapes.items():
         entry = stored.get(name)
@@ -196,7 +196,7 @@ def refuse_tensors(model: Any, folder: Path) -> StoredParts:
             f"model.path: {folder} {' and '.join(problems)}: the model that trains would not be "
             "the one that is stored"
         )
-    return parts
+    return layout
 
 
 def refuse_unmatched_names(

@@ -82,7 +82,8 @@ def main() -> None:
             )
         engine.sleep()
     stale_cache_shows(engine, weight_sync.sync, lambda: disturb(policy, optimizer, num_steps))
-    converse_later(engine, 2)
+    # The product with Qwen2-MoE's shared_expert_gate, of one row, depends on the batch.
+    converse_later(engine, 2, max_error=2e-6 * (plain.config.model_type == "qwen2_moe"))
     end_while_all_wait(engine, 2)
     fail_while_all_wait(engine, 2)
     engine.sleep()
