@@ -67,6 +67,7 @@ OPTIONS = (
     _option("enable_prefix_caching", "a group's prompt is computed once"),
     _option("logprobs_mode", "logprobs at the sampling temperature, as the policy's are"),
     _option("enable_sleep_mode", "the memory that the update needs comes back"),
+    _option("moe_backend", "on a GPU triton: experts whose rows can be compared and copied"),
     _option("gpu_memory_utilization", "rollout.gpu_memory_utilization"),
     _option("trust_remote_code", "False: no code from the model's folder"),
     _option("enforce_eager", "on a CPU: no compilation of the model"),

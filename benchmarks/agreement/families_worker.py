@@ -76,7 +76,7 @@ def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
         f"{name} as it is": tensor.detach().clone()
         for name, tensor in engine._model.named_parameters()
     }
-    for tensor in engine.tensors(names):
+    for tensor in engine.tensors(names, policy.saved):
         if tensor.values is None:
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first

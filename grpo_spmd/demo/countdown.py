@@ -164,8 +164,14 @@ def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[
 
 def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
     """Writes a policy with eight experts a layer, of which a token takes two. Returns rows."""
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    return fill_demo(model, seed, norm_topk_prob=True, **experts)
+    return fill_demo(
+        model,
+        seed,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
 
 
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:

@@ -54,6 +54,7 @@ from grpo_spmd.engine.start import (
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
 from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
+from grpo_spmd.model.families.stored import SavedLayout
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 

@@ -85,6 +85,7 @@ def before_reload_on_cpu(model: nn.Module) -> None:
 
     vLLM packs experts for a CPU only while their kernel is being made (0.32:
     UnquantizedFusedMoEMethod._setup_kernel), and would read the new weights as packed ones."""
+    module: Any
     for module in model.modules():
         if hasattr(module, "w13_weight"):
             module.quant_method.moe_kernel = None

@@ -74,7 +74,8 @@ def test_a_run_is_resumed_to_the_bit_and_its_export_has_the_weights_by_expert(
     for run in ("whole", "stopped"):
         steps = "4" if run == "whole" else "2"
         train(2, config, *options, f"run_dir={tmp_path / run}", f"training.num_steps={steps}")
-    train(2, config, *options, f"run_dir={tmp_path / 'stopped'}", "training.num_steps=4")
+    resume = f"run_dir={tmp_path / 'stopped'}", "training.num_steps=4", "checkpoint.resume=auto"
+    train(2, config, *options, *resume)
     losses = [
         [json.loads(line)["loss/policy"] for line in (tmp_path / run / "metrics.jsonl").open()]
         for run in ("whole", "stopped")
