@@ -295,7 +295,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         signals=signals.proofs(check_settings),
     )
     # Rows are balanced by their FLOPs, not only by their tokens.
-    cost_ratio = attention_cost_ratio(policy.num_parameters, policy.model.config)
+    cost_ratio = attention_cost_ratio(policy.num_active_parameters, policy.model.config)
     step_rules = make_step_rules(config, session.world_size, cost_ratio, score.weights)
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
@@ -353,7 +353,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config,
         session,
         inputs.start_time,
-        policy.num_parameters,
+        policy.num_active_parameters,
         logprob_check,
         pool_bytes=engine.pool_bytes,
         first_step=start.step + 1,

@@ -67,6 +67,7 @@ OPTIONS = (
     _option("enable_prefix_caching", "a group's prompt is computed once"),
     _option("logprobs_mode", "logprobs at the sampling temperature, as the policy's are"),
     _option("enable_sleep_mode", "the memory that the update needs comes back"),
+    _option("moe_backend", "on a GPU triton: experts whose rows can be compared and copied"),
     _option("gpu_memory_utilization", "rollout.gpu_memory_utilization"),
     _option("trust_remote_code", "False: no code from the model's folder"),
     _option("enforce_eager", "on a CPU: no compilation of the model"),
@@ -466,14 +467,50 @@ ADAPTERS = (
         "vllm.lora.model_manager.LoRAModelManager.modules",
         "the layers that take one, for the proof",
     ),
+    Row("vllm.lora.layers.BaseLayerWithLoRA", "a reload is given the layers below instead"),
     Row(f"{_LORA_LAYER}.base_layer", "the layer below"),
     Row(f"{_LORA_LAYER}.n_slices", "adapters of a fused layer"),
     Row(f"{_LORA_LAYER}.lora_a_stacked", "[adapter, 1, rank, columns]"),
     Row(f"{_LORA_LAYER}.lora_b_stacked", "[adapter, 1, rows, rank]"),
 )
 
+_EXPERTS = "vllm.model_executor.layers.fused_moe"
+EXPERTS = (
+    Row(f"{_EXPERTS}.routed_experts.RoutedExperts.moe_config", "which part of the experts it has"),
+    Row(f"{_EXPERTS}.config.FusedMoEConfig.num_experts", "of a layer"),
+    Row(f"{_EXPERTS}.config.FusedMoEConfig.moe_parallel_config", "ranks that share an expert"),
+    Row(f"{_EXPERTS}.config.FusedMoEParallelConfig.tp_rank", "this rank among them"),
+    Row(f"{_EXPERTS}.config.FusedMoEParallelConfig.tp_size", "their number"),
+    Row(
+        f"{_EXPERTS}.config.FusedMoEConfig.intermediate_size_per_partition_unpadded",
+        "the width of an expert on this rank",
+        absent="the matrix's own width: nothing is padded then",
+    ),
+    Row(
+        f"{_EXPERTS}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.unquantized_backend",
+        "whether the matrices are as HF has them",
+    ),
+    Row(f"{_EXPERTS}.oracle.unquantized.UnquantizedMoeBackend.TRITON", "they are"),
+    Row(f"{_EXPERTS}.oracle.unquantized.UnquantizedMoeBackend.CPU", "packed"),
+    Row(
+        f"{_EXPERTS}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.forward_native",
+        "the names of the matrices",
+        says=("w1=layer.w13_weight", "w2=layer.w2_weight"),
+    ),
+)
+
 # Where vllm runs on a CPU: its wheels alone need them.
 CPU = (
+    Row(
+        f"{_EXPERTS}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply",
+        "what each expert alone computes",
+        "(layer=0, x=0, topk_weights=0, topk_ids=0, shared_experts=0, shared_experts_input=0)",
+    ),
+    Row(
+        f"{_EXPERTS}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod._setup_kernel",
+        "packs the experts while there is no kernel",
+        says=("is_weight_update = self.moe_kernel is not None", "if not is_weight_update"),
+    ),
     Row(
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes",
         "a model with other heads would fail when it first samples",
@@ -519,4 +556,4 @@ TORCH = (
     ),
 )
 
-VLLM = (*OPTIONS, *STATES, *REQUESTS, *RELOAD, *LAYOUT, *ADAPTERS)
+VLLM = (*OPTIONS, *STATES, *REQUESTS, *RELOAD, *LAYOUT, *ADAPTERS, *EXPERTS)

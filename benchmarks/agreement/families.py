@@ -58,6 +58,12 @@ SIZES: dict[str, Any] = {
         "initializer_range": 0.1,
     },
     **{"bos_token_id": 1, "eos_token_id": 0, "pad_token_id": 0},
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **{
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 64,
+    },
 }
 _TABLES = (
     "_TEXT_GENERATION_MODELS",
@@ -79,10 +85,10 @@ _UNLISTED = (
 def families() -> list[str]:
     """Model types with a causal LM in transformers that vLLM serves, but for those whose config
     tells at once that they
-    are no dense text models."""
+    are no text models."""
     architectures = _known_to_vllm()
     both = [of for of, name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if name in architectures]
-    return sorted(of for of in {*both, *_UNLISTED} if _is_dense_text(of))
+    return sorted(of for of in {*both, *_UNLISTED} if _is_text(of))
 
 
 def _known_to_vllm() -> set[str]:
@@ -102,11 +108,11 @@ def _known_to_vllm() -> set[str]:
     return expected_names
 
 
-def _is_dense_text(family: str) -> bool:
+def _is_text(family: str) -> bool:
     try:
         refuse_by_config(CONFIG_MAPPING[family]().to_dict(), family)
     except ConfigError as error:
-        return "mixture of experts" not in str(error) and "several models" not in str(error)
+        return "several models" not in str(error)
     except Exception:  # a config that its own library cannot make by default
         return False
     return True

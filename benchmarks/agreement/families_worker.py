@@ -76,8 +76,13 @@ def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
         f"{name} as it is": tensor.detach().clone()
         for name, tensor in engine._model.named_parameters()
     }
-    for tensor in engine.tensors(names):
-        if tensor.values is None:
+    for tensor in engine.tensors(names, {}):
+        if tensor.product is not None and tensor.gate_up is not None:
+            generator = torch.Generator().manual_seed(0)
+            hidden = tensor.layer.w13_weight.shape[-1]
+            probe = torch.randn(hidden, generator=generator).to(engine.dtype)
+            result[tensor.engine_name] = tensor.product(probe)
+        elif tensor.values is None:
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first
             columns = next(getattr(layer, name) for name in sizes if hasattr(layer, name))

@@ -66,10 +66,7 @@ _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parame
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
 _COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
-_LOAD = (
-    "            self._engine.load_weights("
-    "full_tensors(pieces, dtype), step, direct, pieces=pieces)\n"
-)
+_LOAD = "            self._engine.load_weights(weights, step, direct, pieces=pieces)\n"
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 

@@ -245,9 +245,10 @@ def phase_rows(run: Run, num_parameters: int, size: Size, ceilings: Ceilings) ->
     for metrics, lengths in zip(run.metrics, run.lengths, strict=True):
         work = Work(
             sizes,
-            num_parameters,
-            size.vocabulary * size.hidden,
-            lengths,
+            num_parameters=num_parameters,
+            active_parameters=num_parameters,
+            head_parameters=size.vocabulary * size.hidden,
+            lengths=lengths,
             itemsize=4 if run.config["model"]["dtype"] == "float32" else 2,
             optimizer_steps=_MINI_BATCHES,
             offloaded_bytes=metrics["memory/host/offloaded_gib"] * 2**30,

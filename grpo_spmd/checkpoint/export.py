@@ -35,6 +35,8 @@ from grpo_spmd.files import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from grpo_spmd.model.families.stored import SavedTensor
+
 
 # The bytes of an output file, and of the rows that are read at a time.
 FILE_BYTES = 2 << 30
@@ -76,6 +78,59 @@ class StoredTensor:
             for row, rows in _read_rows(piece.file, self.name):
                 result[piece.first_row + row :][: len(rows)] = rows
         return result
+
+
+@dataclass(frozen=True)
+class _StoredRows:
+    """Locates the rows of a checkpoint's tensor that are a tensor of their own in HF's format."""
+
+    tensor: StoredTensor
+    saved: SavedTensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.saved.shape
+
+    def read(self, dtype: str) -> Tensor:
+        """Returns the rows as `dtype`, rounded to nearest even."""
+        result = _empty_tensor(self.shape, dtype)
+        # All dimensions but the last are rows. An expert has `height` of them.
+        height = math.prod(self.tensor.shape[1:-1])
+        columns = self.tensor.shape[-1]
+        matrix = result.view(-1, columns)
+        for piece in self.tensor.pieces:
+            start = piece.first_row * height
+            begin = max(start, self.saved.start)
+            end = min(start + piece.shape[0] * height, self.saved.start + self.saved.num_rows)
+            if begin < end:
+                expert = begin // height
+                with safe_open(piece.file, framework="pt") as file:
+                    experts = file.get_slice(self.tensor.name)[
+                        expert - piece.first_row : -(-end // height) - piece.first_row
+                    ]
+                values = experts.reshape(-1, columns)[begin - expert * height :][: end - begin]
+                matrix[begin - self.saved.start : end - self.saved.start] = values
+        return result
+
+
+def _saved_tensors(
+    tensors: Mapping[str, StoredTensor], folder: Path
+) -> dict[str, StoredTensor | _StoredRows]:
+    """Returns the tensors under the names of HF's format, in which each expert has its own.
+
+    `folder` has the model's config.json."""
+    if all(len(tensor.shape) < 3 for tensor in tensors.values()):
+        return dict(tensors)
+    from grpo_spmd.model.families.stored import build_on_meta, saved_layout
+
+    layout = saved_layout(build_on_meta(str(folder)))
+    by_name: dict[str, StoredTensor | _StoredRows] = {}
+    for name, tensor in tensors.items():
+        if name in layout:
+            by_name |= {saved.name: _StoredRows(tensor, saved) for saved in layout[name]}
+        else:
+            by_name[name] = tensor
+    return by_name
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -189,11 +244,11 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            save_model(tensors, folder, dtype or str(trainer["dtype"]))
+            save_model(_saved_tensors(tensors, folder), folder, dtype or str(trainer["dtype"]))
 
 
 def save_model(
-    tensors: Mapping[str, StoredTensor | _Merged],
+    tensors: Mapping[str, StoredTensor | _StoredRows | _Merged],
     folder: Path,
     dtype: str,
 ) -> None:
@@ -366,14 +421,12 @@ def _merged_tensors(
     A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
     CheckpointError if an adapter belongs to no parameter or has another shape.
     """
-    import torch
+    from grpo_spmd.model.families.stored import build_on_meta, stored_layout
+    from grpo_spmd.model.hf_files import tensor_files
 
-    from grpo_spmd.model.families.build import build_hf_model
-    from grpo_spmd.model.hf_files import load_config, tensor_files
-
-    with torch.device("meta"):
-        model = build_hf_model(load_config(str(folder)), str(folder))
+    model = build_on_meta(str(folder))
     files = tensor_files(folder)
+    layout = stored_layout(model, files)
     tensors: dict[str, _Merged] = {}
     num_used = 0
     for name, parameter in model.named_parameters():
@@ -381,6 +434,12 @@ def _merged_tensors(
         a = adapters.get(f"{layer}lora_A.weight")
         b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
+        if len(shape) == 3 and name in layout:  # experts, which have no adapters
+            for saved in layout[name]:
+                tensors[saved.name] = _Merged(
+                    files[saved.name], saved.name, saved.shape, adapter=None, scale=scale
+                )
+            continue
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
         # W is [out, in], A is [rank, in], B is [out, rank]

@@ -81,7 +81,9 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
         module = name.removesuffix(".weight").rpartition(".")[2]
         # Embedding and lm_head have no layer number: adapters leave them out.
         is_target = lora.target_modules == "all-linear" or module in lora.target_modules
-        if is_target and len(shape) == 2 and re.search(r"\.layers\.\d+\.", name):
+        # peft adapts linear layers, of which experts have none.
+        is_linear = len(shape) == 2 and ".experts." not in name
+        if is_target and is_linear and re.search(r"\.layers\.\d+\.", name):
             adapters[f"{name}.lora_A"] = (lora.rank, shape[1])
             adapters[f"{name}.lora_B"] = (shape[0], lora.rank)
     return adapters

@@ -128,8 +128,8 @@ def make_example(prompt: str, equation: str) -> Example:
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 
 
-def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
-    """Writes a two-layer Qwen3 of 0.1 million parameters after the warm start."""
+def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> None:
+    """Writes a model of the config, for two layers 0.1 million parameters, after the warm start."""
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
@@ -152,14 +152,26 @@ def make_countdown_model(folder: Path, seed: int, numbers: str) -> None:
         batch_of = long_batch
         peaks = [_LONG_LR] * _LONG_STEPS
     rates = [peak * warm_up(step) for step, peak in enumerate(peaks)]
-    make_model(folder, seed, model_config(), batch_of=batch_of, learning_rates=rates)
+    make_model(folder, seed, config, batch_of=batch_of, learning_rates=rates)
 
 
-def fill_demo(model: Path, seed: int, numbers: str = "2") -> list[dict[str, Any]]:
+def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[dict[str, Any]]:
     """Writes the policy into `model`. Returns the rows."""
     make_tokenizer(model)
-    make_countdown_model(model, seed, numbers)
+    make_countdown_model(model, seed, numbers, model_config(**sizes))
     return make_rows(numbers, seed)
+
+
+def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes a policy with eight experts a layer, of which a token takes two. Returns rows."""
+    return fill_demo(
+        model,
+        seed,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        norm_topk_prob=True,
+    )
 
 
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:

@@ -28,7 +28,9 @@ class Example(NamedTuple):
 
 
 def model_config(**sizes: Any) -> Any:
-    """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ."""
+    """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ.
+
+    With `num_experts` it is a Qwen3-MoE's."""
     import transformers
 
     # Small enough to learn in seconds on one CPU.
@@ -47,7 +49,8 @@ def model_config(**sizes: Any) -> Any:
         "tie_word_embeddings": True,
         "dtype": "float32",
     }
-    return transformers.Qwen3Config(**tiny | sizes)
+    kind = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    return kind(**tiny | sizes)
 
 
 def warm_up(step: int) -> float:
@@ -67,14 +70,14 @@ def make_model(
     batch_of: Callable[[int], Sequence[Example]],
     learning_rates: Sequence[float],
 ) -> None:
-    """Writes a Qwen3 after a warm start of one step for each learning rate, on `batch_of(step)`."""
+    """Writes a model after a warm start of one step for each learning rate, on `batch_of(step)`."""
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
     # The weights depend on the seed alone.
     torch.manual_seed(seed)
-    model = transformers.Qwen3ForCausalLM(config)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def loss_of(step: int) -> torch.Tensor:
         batch = batch_of(step)

@@ -23,7 +23,7 @@ from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.model.lora import hf_name
-from grpo_spmd.model.sharding import rows_per_rank
+from grpo_spmd.model.sharding import num_columns, rows_per_rank
 
 
 class DirectLoad:
@@ -69,8 +69,8 @@ class DirectLoad:
             matrix.begin()
         incomplete = set(self.names)
         for (name, parameter, _), start, blocks in pieces:
-            block_rows = rows_per_rank(parameter, len(blocks))
-            columns = parameter.shape[1:].numel()
+            block_rows = rows_per_rank(parameter, len(blocks)) * parameter.shape[1:-1].numel()
+            columns = num_columns(parameter.shape)
             for matrix, tensor_part in self._targets[name]:
                 matrix.copy(tensor_part, blocks, start, (block_rows, columns))
             if start + blocks.shape[1] == block_rows * columns:
@@ -189,7 +189,7 @@ class _Matrix:
         # Packing has emptied the plain weight.
         if values is None and not weight.numel():
             return torch.empty(num_rows, columns, dtype=self._dtype, device=weight.device)
-        rows: Tensor = weight.data.view(len(weight), columns)
+        rows: Tensor = weight.data.view(-1, columns)
         # The padding of a vocabulary is zero, as vLLM has it; a sleep may have lost it.
         rows[num_rows:].zero_()
         return rows
@@ -292,12 +292,12 @@ def _tensors_of_direct_layers(
             names[tensor_part.name]
             for tensor in tensors
             if id(tensor.layer) in loader_layers
-            for tensor_part in tensor.parts
+            for tensor_part in tensor.all_parts
         }
         sharing_layers = {
             id(tensor.layer)
             for tensor in tensors
-            if any(names[tensor_part.name] in shared for tensor_part in tensor.parts)
+            if any(names[tensor_part.name] in shared for tensor_part in tensor.all_parts)
         }
         if sharing_layers <= loader_layers:
             return [tensor for tensor in tensors if id(tensor.layer) not in loader_layers]
@@ -316,7 +316,8 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
     is_exact = (
         values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
     )
-    return is_exact and (tensor.num_rows == len(values) or _is_vocabulary(layer))
+    num_rows = values.numel() // num_columns(values.shape)
+    return is_exact and (tensor.num_rows == num_rows or _is_vocabulary(layer))
 
 
 def _is_vocabulary(layer: object) -> bool:

@@ -54,6 +54,7 @@ from grpo_spmd.engine.start import (
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
 from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
+from grpo_spmd.model.families.stored import SavedLayout
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
@@ -281,16 +282,18 @@ class RolloutEngine:
     def _measure(self) -> MemoryUse:
         return measure(self._session.device, self.pool_bytes())
 
-    def tensors(self, hf_names: Collection[str]) -> list[EngineTensor]:
-        """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks."""
-        adapters = self._adapters.tensors() if self._adapters is not None else []
-        return engine_tensors(self._model, hf_names) + adapters
+    def tensors(self, hf_names: Collection[str], saved: SavedLayout) -> list[EngineTensor]:
+        """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks.
 
-    def direct_load(self, names: Mapping[str, str]) -> DirectLoad:
+        `saved` has what checkpoints have under other names (`Policy.saved`)."""
+        adapters = self._adapters.tensors() if self._adapters is not None else []
+        return engine_tensors(self._model, hf_names, saved) + adapters
+
+    def direct_load(self, names: Mapping[str, str], saved: SavedLayout) -> DirectLoad:
         """Returns a DirectLoad of the current layout. Call it only after a proof has passed.
 
         `names` has the policy's tensors by each name that they have."""
-        return DirectLoad(self._model, self.tensors(names), names, self.dtype)
+        return DirectLoad(self._model, self.tensors(names, saved), names, self.dtype)
 
     def shutdown(self) -> None:
         """Collective. Stops vLLM, which from 0.24 on ends the default process group too."""

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor
 from grpo_spmd.model.lora import Shard
-from grpo_spmd.model.sharding import num_shards, rows_per_rank, shard_group
+from grpo_spmd.model.sharding import as_matrix, num_shards, rows_per_rank, shard_group
 from grpo_spmd.records import SyncStats
 
 
@@ -95,6 +96,19 @@ def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[
             yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
             # The memory of this tensor must be free before the next one is made.
             full = torch.empty(0)
+
+
+def saved_tensors(
+    tensors: Iterable[tuple[str, Tensor]], layout: SavedLayout
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors as a checkpoint has them: those of each expert apart, under its names."""
+    for name, tensor in tensors:
+        matrix = as_matrix(tensor)
+        for target in layout.get(name, [SavedTensor(name, 0, tuple(tensor.shape))]):
+            rows = matrix[target.start : target.start + target.num_rows]
+            yield target.name, rows.view(target.shape)
+        # The memory of this tensor must be free before the next one is made.
+        del tensor, matrix, rows
 
 
 def _local_values(shard: Shard) -> Tensor:

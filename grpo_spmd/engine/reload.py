@@ -52,6 +52,8 @@ class WeightReload:
         if not names:
             return
         self._loaded = None
+        if self._on_cpu:
+            self._llm.apply_model(before_reload_on_cpu)
         errors = as_config_error(
             self._llm.model_config.model,
             "cannot be loaded by vLLM",
@@ -76,6 +78,17 @@ class WeightReload:
                 f"load_weights: {len(missing)} engine parameters were not covered by the policy, "
                 f"first {missing[0]}"
             )
+
+
+def before_reload_on_cpu(model: nn.Module) -> None:
+    """Takes the kernels off the experts.
+
+    vLLM packs experts for a CPU only while their kernel is being made (0.32:
+    UnquantizedFusedMoEMethod._setup_kernel), and would read the new weights as packed ones."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "w13_weight"):
+            module.quant_method.moe_kernel = None
 
 
 @contextmanager

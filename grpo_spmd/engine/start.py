@@ -84,6 +84,9 @@ def start_vllm(
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": device == "cuda",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        # Triton's kernels take the experts' matrices as they are, so that each row can be compared
+        # and copied; others shuffle them. It has no effect on a CPU or without experts.
+        "moe_backend": "triton" if device == "cuda" else "auto",
     }
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)

@@ -7,12 +7,16 @@ class is not known is taken to be the whole HF tensor of its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, cycle
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
+
+from grpo_spmd.model.families.stored import SavedLayout
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,14 @@ class EngineTensor:
     num_column_slices: int = 1
     layer: Any = None
     """The layer that owns the parameter. None for an adapter."""
+    gate_up: TensorPart | None = None
+    """For packed experts: the rows of the tensor that the experts apply before that of `parts`.
+    Then `product` is what each of them computes of a vector."""
+
+    @property
+    def all_parts(self) -> tuple[TensorPart, ...]:
+        """All HF rows that the comparison of this parameter covers."""
+        return self.parts if self.gate_up is None else (*self.parts, self.gate_up)
 
     @property
     def num_rows(self) -> int:
@@ -62,16 +74,22 @@ class _Rows(NamedTuple):
     """Index of the block of `num_rows` rows in the HF tensor."""
 
 
-def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTensor]:
+def engine_tensors(
+    model: nn.Module, hf_names: Collection[str], saved: SavedLayout
+) -> list[EngineTensor]:
     """Returns what each parameter of this rank's engine holds, alike in number on all ranks.
 
-    `hf_names` are the policy's parameters. Some of vLLM's classes rename them, or split what is
-    fused in HF (GLM4)."""
-    renamed = _hf_names_by_engine_name(model, hf_names)
+    `hf_names` are the policy's parameters, `saved` those that checkpoints have under other names.
+    Some of vLLM's classes rename them, or split what is fused in HF (GLM4)."""
+    renamed = _hf_names_by_engine_name(model, hf_names, saved)
+    experts = _experts_by_layer(hf_names)
     tensors: list[EngineTensor] = []
     # A tied lm_head may share its parameter with the embedding.
     seen: set[int] = set()
     for path, layer in model.named_modules():
+        if hasattr(layer, "w13_weight"):
+            tensors += _experts_tensors(path, layer, experts[_layer_number(path)])
+            continue
         # vLLM wraps a layer that can take an adapter.
         for tensor in _layer_tensors(path.removesuffix(".base_layer"), layer, model):
             if tensor.values is None or id(tensor.values) not in seen:
@@ -81,17 +99,21 @@ def engine_tensors(model: nn.Module, hf_names: Collection[str]) -> list[EngineTe
     return tensors
 
 
-def _hf_names_by_engine_name(model: Any, hf_names: Collection[str]) -> dict[str, str]:
+def _hf_names_by_engine_name(
+    model: Any, hf_names: Collection[str], saved: SavedLayout
+) -> dict[str, str]:
     """Returns the HF name for each name that vLLM's model has for it."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     # vLLM has get_rename_mapper from 0.30 on, get_unstacked_mapper in 0.28; before, no mapper
     # stacks tensors.
     for name in ("get_rename_mapper", "get_unstacked_mapper"):
         mapper = getattr(mapper, name)() if hasattr(mapper, name) else mapper
+    # vLLM's models are written for the names in checkpoints.
+    on_disk = {name: saved[name][0].name if name in saved else name for name in hf_names}
     return {
         renamed: name
-        for name in hf_names
-        for renamed in (mapper.apply_list([name]) if mapper else [name])
+        for name, stored in on_disk.items()
+        for renamed in (mapper.apply_list([stored]) if mapper else [stored])
     }
 
 
@@ -200,6 +222,84 @@ def _vocabulary_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]
     if is_head and hasattr(layer, "cpu_linear"):
         tensors.insert(0, EngineTensor(name, tensor_parts, None, _product(layer)))
     return tensors
+
+
+def _layer_number(name: str) -> int | None:
+    """Returns the number of the decoder layer to which a module or parameter belongs."""
+    match = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    return int(match[1]) if match else None
+
+
+def _experts_by_layer(hf_names: Iterable[str]) -> dict[int | None, dict[str, str]]:
+    """Returns the HF names of `gate_up_proj` and `down_proj` of the experts of each layer."""
+    names: dict[int | None, dict[str, str]] = {}
+    for name in hf_names:
+        leaf = name.rpartition(".experts.")[2]
+        if leaf in ("gate_up_proj", "down_proj"):
+            names.setdefault(_layer_number(name), {})[leaf] = name
+    return names
+
+
+def _experts_tensors(path: str, layer: Any, names: Mapping[str, str]) -> list[EngineTensor]:
+    """Returns the two parameters of vLLM's experts of a layer.
+
+    `w13_weight` [experts, gate rows above up rows, hidden] and `w2_weight` [experts, hidden,
+    intermediate] are HF's with the intermediate dimension split over the ranks. On a CPU vLLM packs
+    both, and on some GPUs it shuffles them; Triton's kernels take them as they are
+    (`UnquantizedMoeBackend`, 0.26 to 0.33)."""
+    config = layer.moe_config
+    rank, num_ranks = config.moe_parallel_config.tp_rank, config.moe_parallel_config.tp_size
+    num_experts, hidden = config.num_experts, layer.w13_weight.shape[-1]
+    # 0.26 has no padding, and no name for the width without it.
+    width = getattr(config, "intermediate_size_per_partition_unpadded", layer.w2_weight.shape[-1])
+    gate_up_rows, down_rows = 2 * num_experts * num_ranks * width, num_experts * hidden
+    down = EngineTensor(
+        f"{path}.w2_weight",
+        (TensorPart(names["down_proj"], down_rows, 0, 0, down_rows),),
+        layer.w2_weight,
+        column_slice=rank,
+        num_column_slices=num_ranks,
+        layer=layer,
+    )
+    backend = layer.quant_method.unquantized_backend.name
+    if backend == "CPU":
+        gate_up = TensorPart(names["gate_up_proj"], gate_up_rows, 0, 0, gate_up_rows)
+        return [replace(down, values=None, product=_experts_product(layer), gate_up=gate_up)]
+    if backend != "TRITON":  # another order, which only its own kernel knows
+        names = {"gate_up_proj": f"{path}.w13_weight", "down_proj": f"{path}.w2_weight"}
+        down = replace(down, parts=(replace(down.parts[0], name=names["down_proj"]),))
+    # The gate's rows and the up projection's of each expert, of which this rank has one block.
+    halves = tuple(
+        TensorPart(
+            names["gate_up_proj"],
+            gate_up_rows,
+            hf_start=(half * num_ranks + rank) * width,
+            start=half * width,
+            num_rows=width,
+        )
+        for half in range(2 * num_experts)
+    )
+    return [EngineTensor(f"{path}.w13_weight", halves, layer.w13_weight, layer=layer), down]
+
+
+def _experts_product(layer: Any) -> Callable[[Tensor], Tensor]:
+    """Returns what each expert alone computes of a vector, [hidden] -> [experts * hidden]."""
+
+    def product(vector: Tensor) -> Tensor:
+        num_experts = layer.moe_config.num_experts
+        # Each row of the input goes to one expert, with the weight 1.
+        experts = torch.arange(num_experts, dtype=torch.int32, device=layer.w2_weight.device)
+        outputs: Tensor = layer.quant_method.apply(
+            layer=layer,
+            x=vector.to(layer.w2_weight.device).expand(num_experts, -1).contiguous(),
+            topk_weights=torch.ones(num_experts, 1, device=layer.w2_weight.device),
+            topk_ids=experts[:, None],
+            shared_experts=None,
+            shared_experts_input=None,
+        )
+        return outputs.flatten()
+
+    return product
 
 
 def adapter_tensors(model: Any, rank: int, layers: Collection[str]) -> list[EngineTensor]:

@@ -13,19 +13,26 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers.activations import ACT2FN
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
 from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
-from grpo_spmd.model.sharding import first_row, gather_rows, is_first_replica
+from grpo_spmd.model.sharding import (
+    as_matrix,
+    first_matrix_row,
+    gather_rows,
+    is_first_replica,
+    num_columns,
+)
 
 _log = logging.getLogger("grpo_spmd")
 # Differences that an error describes.
@@ -48,6 +55,9 @@ class _View:
     """True: products with a random vector. False: a hash of the bytes."""
     num_slices: int
     """Number of equal slices of the columns, each with a fingerprint of its own."""
+    gate_up: str | None = None
+    """For packed experts, whose products are those of whole experts: the name of the tensor that
+    they apply first."""
 
 
 @torch.no_grad()
@@ -64,7 +74,7 @@ def prove_weights(
     start = time.perf_counter()
     shards = _expected_shards(policy, engine)
     parameters = {name: shard.parameter for name, shard in shards.items()}
-    tensors = engine.tensors(shards)
+    tensors = engine.tensors(shards, policy.saved)
     known_tensors = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
         dict.fromkeys(
@@ -73,10 +83,11 @@ def prove_weights(
             for tensor_part in tensor.parts
         )
     )
-    expected = _gather_fingerprints(shards, views, engine.dtype, step)
+    activation = ACT2FN[getattr(policy.model.config, "hidden_act", "silu")]
+    expected = _gather_fingerprints(shards, views, engine.dtype, step, activation)
     differences: dict[str, str] = {}
     for tensor in known_tensors:
-        columns = _num_columns(parameters[tensor.parts[0].name])
+        columns = num_columns(parameters[tensor.all_parts[-1].name].shape)
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
     if engine.takes_adapters:
         in_engine = {tensor_part.name for tensor in tensors for tensor_part in tensor.parts}
@@ -87,7 +98,7 @@ def prove_weights(
     # so only hashes count.
     digest = sum(int(rows.sum()) for view, rows in expected.items() if not view.by_probe)
     on_rank0(lambda digests: _raise_if_replicas_differ(digests, step), digest)
-    num_names = len({view.name for view in views})
+    num_names = len(_names(views))
     on_rank0(lambda by_rank: _raise_if_different(by_rank, num_names, step), differences)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
@@ -101,8 +112,8 @@ def _log_proof(
     seconds: float, views: Sequence[_View], shards: Mapping[str, Shard], unknown: set[str]
 ) -> None:
     """Logs how many tensors were compared how, and warns of those that could not be compared."""
-    names = {view.name for view in views}
-    probed = {view.name for view in views if view.by_probe}
+    names = _names(views)
+    probed = _names(view for view in views if view.by_probe)
     _log.info(
         "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe",
         seconds,
@@ -119,6 +130,10 @@ def _log_proof(
             "weight-sync proof: not proved, since their layout in the engine is not known: %s",
             ", ".join(sorted(unproved)),
         )
+
+
+def _names(views: Iterable[_View]) -> set[str]:
+    return {name for view in views for name in (view.name, view.gate_up) if name is not None}
 
 
 def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
@@ -138,29 +153,23 @@ def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     that its parts have and as many columns as it."""
     if not all(
         tensor_part.name in parameters
-        and len(parameters[tensor_part.name]) == tensor_part.num_hf_rows
-        for tensor_part in tensor.parts
+        and parameters[tensor_part.name].numel()
+        == tensor_part.num_hf_rows * num_columns(parameters[tensor_part.name].shape)
+        for tensor_part in tensor.all_parts
     ):
         return False
-    columns = {_num_columns(parameters[tensor_part.name]) for tensor_part in tensor.parts}
+    columns = {num_columns(parameters[tensor_part.name].shape) for tensor_part in tensor.parts}
     # None: vLLM has packed the values. A rank of a tensor-parallel engine may hold a slice of the
     # columns.
     if tensor.values is not None:
-        columns.add(_num_columns(tensor.values) * tensor.num_column_slices)
+        columns.add(num_columns(tensor.values.shape) * tensor.num_column_slices)
     return len(columns) == 1
-
-
-def _num_columns(tensor: Tensor) -> int:
-    return tensor.shape[1:].numel()
-
-
-def _as_matrix(tensor: Tensor) -> Tensor:
-    return tensor.reshape(len(tensor), _num_columns(tensor))
 
 
 def _view(tensor: EngineTensor, name: str) -> _View:
     """Returns the view in which HF tensor `name` is compared with this engine tensor."""
-    return _View(name, tensor.values is None, tensor.num_column_slices)
+    gate_up = tensor.gate_up.name if tensor.gate_up is not None else None
+    return _View(name, tensor.values is None, tensor.num_column_slices, gate_up)
 
 
 def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -> Tensor:
@@ -204,7 +213,7 @@ def rows_hash(name: str, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor
     `rows` are cast to `dtype`, and `start` is the number of the first. Parts add up modulo 2^64,
     however the rows are dealt out. A row counts by its hash, times factors of its place and its
     tensor. All factors are odd, so that no changed bit is lost. It is no signature."""
-    matrix = _as_matrix(rows)
+    matrix = as_matrix(rows)
     coefficients = _coefficients(matrix.shape[1], by_probe=False, dtype=dtype, step=0)
     hashes = row_fingerprints(matrix, coefficients, 1, dtype)[:, 0]
     places = torch.arange(start, start + len(matrix), device=matrix.device)
@@ -217,7 +226,7 @@ def local_weights_hash(shards: Iterable[Shard], dtype: torch.dtype) -> int:
     """Returns this rank's part of the hash of `shards`. Only the first replica has one."""
     # All replicas hold the same weights.
     parts = [
-        rows_hash(name, first_row(parameter), local_rows(), dtype)
+        rows_hash(name, first_matrix_row(parameter), local_rows(), dtype)
         for name, parameter, local_rows in shards
         if is_first_replica(parameter)
     ]
@@ -230,20 +239,79 @@ def weights_id(local_hashes: Sequence[int]) -> str:
 
 
 def _gather_fingerprints(
-    shards: Mapping[str, Shard], views: list[_View], dtype: torch.dtype, step: int
+    shards: Mapping[str, Shard],
+    views: list[_View],
+    dtype: torch.dtype,
+    step: int,
+    activation: Callable[[Tensor], Tensor],
 ) -> dict[_View, Tensor]:
-    """Collective. Returns the policy's fingerprints [rows, slices] in each view."""
+    """Collective. Returns the policy's fingerprints [rows, slices] in each view.
+
+    `activation` is that of experts."""
+
+    def fingerprints_of(view: _View) -> Tensor:
+        rows = shards[view.name].local_rows()
+        source = shards[view.gate_up or view.name]
+        columns = num_columns(source.parameter.shape)
+        coefficients = _coefficients(columns, view.by_probe, dtype, step)
+        if view.gate_up is None:
+            return row_fingerprints(as_matrix(rows), coefficients, view.num_slices, dtype)
+        # FSDP gives a rank both matrices of its experts.
+        experts = zip(source.local_rows(), rows, strict=True)
+        results = [
+            _expert_fingerprints(
+                gate_up.to(dtype).float(),
+                down.to(dtype).float(),
+                coefficients.float().to(down.device),
+                num_slices=view.num_slices,
+                activation=activation,
+                is_rounded=dtype.itemsize < 4,
+            )
+            for gate_up, down in experts
+        ]
+        shape = (0, view.num_slices)
+        return torch.cat([torch.empty(shape, dtype=torch.int64, device=rows.device), *results])
 
     def local_fingerprints() -> Iterator[tuple[DTensor, Tensor]]:
         for view in views:
-            _, parameter, local_rows = shards[view.name]
-            coefficients = _coefficients(_num_columns(parameter), view.by_probe, dtype, step)
-            yield (
-                parameter,
-                row_fingerprints(_as_matrix(local_rows()), coefficients, view.num_slices, dtype),
-            )
+            parameter = shards[view.name].parameter
+            # All fingerprints of a row of the first dimension, as `gather_rows` takes them.
+            height = parameter.shape[1:-1].numel() * view.num_slices
+            fingerprints = fingerprints_of(view)
+            yield parameter, fingerprints.view(fingerprints.numel() // height, height)
 
-    return dict(zip(views, gather_rows(local_fingerprints()), strict=True))
+    gathered = gather_rows(local_fingerprints())
+    return {
+        view: rows.reshape(-1, view.num_slices) for view, rows in zip(views, gathered, strict=True)
+    }
+
+
+def _expert_fingerprints(
+    gate_up: Tensor,
+    down: Tensor,
+    probe: Tensor,
+    *,
+    num_slices: int,
+    activation: Callable[[Tensor], Tensor],
+    is_rounded: bool,
+) -> Tensor:
+    """Returns fingerprints [hidden, num_slices] of one expert: what it computes of the probe.
+
+    A slice has its part of the intermediate dimension. The second number of a fingerprint is such
+    that `matches` allows the rounding of both products; an engine that `is_rounded` also rounds
+    what lies between them to bfloat16."""
+    gate_rows, up_rows = gate_up.chunk(2)
+    gate, up = gate_rows @ probe, up_rows @ probe
+    states = (activation(gate) * up).view(num_slices, -1)
+    # The derivative of an activation is about 1 at most.
+    errors = gate_rows.norm(dim=1) * up.abs() + up_rows.norm(dim=1) * activation(gate).abs()
+    rounding = 2.0**-6 / 1e-6 if is_rounded else 1.0
+    errors = errors.view(num_slices, -1) + states.abs() * (rounding / probe.norm())
+    rows = down.unflatten(1, (num_slices, -1))
+    products = (rows * states).sum(-1)
+    # The states' errors do not depend on each other.
+    norms = (rows * errors).norm(dim=-1)
+    return torch.stack([products, norms], -1).view(torch.int64)[..., 0]
 
 
 def _differences(
@@ -257,13 +325,15 @@ def _differences(
 
     `expected` has the policy's fingerprints in each view, `columns` is the HF tensors' number of
     columns."""
-    all_coefficients = _coefficients(columns, tensor.values is None, dtype, step)
-    coefficients = all_coefficients.chunk(tensor.num_column_slices)[tensor.column_slice]
+    coefficients = _coefficients(columns, tensor.values is None, dtype, step)
+    # An expert takes the whole probe, and splits what it makes of it.
+    if tensor.gate_up is None:
+        coefficients = coefficients.chunk(tensor.num_column_slices)[tensor.column_slice]
     if tensor.product is not None:
         in_engine = tensor.product(coefficients)
     else:
         assert tensor.values is not None
-        in_engine = row_fingerprints(_as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
+        in_engine = row_fingerprints(as_matrix(tensor.values), coefficients, 1, dtype)[:, 0]
     differences = {}
     for tensor_part in tensor.parts:
         rows = in_engine[tensor_part.start : tensor_part.start + tensor_part.num_rows]

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
-from typing import Any
 
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import full_tensors, gather_pieces
+from grpo_spmd.engine.gather import full_tensors, gather_pieces, saved_tensors
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
 from grpo_spmd.model.families.refusals import refuse_unmatched_names
 from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
+from grpo_spmd.model.sharding import num_columns
 from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import SyncStats
 
@@ -40,7 +40,7 @@ class WeightSync:
         With `prove_every_steps` 0 only the first three syncs are proved, with None none is, and
         then no tensor is copied directly: the map that the copies follow is proved first. With
         `is_named` the stats have a hash of the weights, which a rollout buffer needs."""
-        refuse_unsynced_tensors(policy.model, engine)
+        refuse_unsynced_tensors(policy, engine)
         self._policy = policy
         self._engine = engine
         self._offload = offload
@@ -119,7 +119,8 @@ class WeightSync:
         )
         dtype = self._engine.dtype
         with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
-            self._engine.load_weights(full_tensors(pieces, dtype), step, direct, pieces=pieces)
+            weights = saved_tensors(full_tensors(pieces, dtype), self._policy.saved)
+            self._engine.load_weights(weights, step, direct, pieces=pieces)
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _send_adapters(self, step: int, stats: SyncStats) -> int:
@@ -138,8 +139,9 @@ class WeightSync:
         name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
         parameters = base_parameters(self._policy.model)
         names = {name: name_of[id(parameter)] for name, parameter in parameters.items()}
-        all_fit = all(fits(tensor, parameters) for tensor in self._engine.tensors(names))
-        direct = self._engine.direct_load(names) if all_fit else None
+        saved = self._policy.saved
+        all_fit = all(fits(tensor, parameters) for tensor in self._engine.tensors(names, saved))
+        direct = self._engine.direct_load(names, saved) if all_fit else None
         copied = "\n".join(sorted(direct.names)) if direct is not None else ""
         hash_of_names = hashlib.sha256(copied.encode()).hexdigest()
         # The order of the gathered row depends on the names, so it must be equal on all ranks.
@@ -147,21 +149,25 @@ class WeightSync:
         return direct if copied and is_same else None
 
 
-def refuse_unsynced_tensors(model: Any, engine: RolloutEngine) -> None:
+def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
     """Raises ConfigError on all ranks alike if policy and engine have different tensors.
 
     Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
     engine's. Tensors of an unknown layout count by their rows."""
-    parameters = base_parameters(model)
+    parameters = base_parameters(policy.model)
     synced: set[int] = set()
     unknown: dict[str, int] = {}
-    for tensor in engine.tensors(parameters):
+    for tensor in engine.tensors(parameters, policy.saved):
         if is_adapter(tensor.parts[0].name):
             continue
         if fits(tensor, parameters):
-            synced |= {id(parameters[row_part.name]) for row_part in tensor.parts}
+            synced |= {id(parameters[row_part.name]) for row_part in tensor.all_parts}
         else:
-            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.parts)
+            unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.all_parts)
     # By parameter: a tied one counts once.
-    missing = {id(p): (name, len(p)) for name, p in parameters.items() if id(p) not in synced}
-    refuse_unmatched_names(type(model).__name__, dict(missing.values()), unknown)
+    missing = {
+        id(p): (name, p.numel() // num_columns(p.shape))
+        for name, p in parameters.items()
+        if id(p) not in synced
+    }
+    refuse_unmatched_names(type(policy.model).__name__, dict(missing.values()), unknown)

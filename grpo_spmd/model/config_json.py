@@ -79,6 +79,19 @@ class ModelFacts:
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of a layer's experts those that it takes."""
+        experts = [re.search(r"\.experts\.(\d+)\.", name) for name in self.shapes]
+        num_experts = 1 + max((int(match[1]) for match in experts if match), default=0)
+        taken = self.config.get("num_experts_per_tok", 1)
+        total = 0
+        for (_, shape), match in zip(self.shapes.items(), experts, strict=True):
+            # A checkpoint has each expert by itself, or all of them in one tensor.
+            size = shape[0] if len(shape) == 3 else num_experts if match else 1
+            total += math.prod(shape) * min(taken, size) // size
+        return total
+
+    @property
     def dimensions(self) -> Dimensions | None:
         return dimensions(self.config)
 
@@ -176,9 +189,6 @@ _MODEL_PARTS = (
     "(text|vision|audio|speech|llm|language|thinker|talker|decoder|encoder|text_encoder)_config"
 )
 _CLASSIFIERS = "For(SequenceClassification|TokenClassification|RewardModel|QuestionAnswering)$"
-# num_experts, num_local_experts, n_routed_experts, moe_num_experts. Not the width of an expert,
-# which dense models keep.
-_NUM_EXPERTS = r"(moe_)?(n|num)(_local|_routed|_total)?_experts"
 _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 
@@ -210,8 +220,6 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
                 f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
                 "checkpoint in bfloat16 or float32 instead"
             )
-    if experts := _experts_key(config):
-        yield f"has experts ({experts} in its config.json): mixture of experts is not supported yet"
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.
     other_layers = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     other_layers |= {name for name in config if re.match(_RECURRENT_KEYS, name)}
@@ -233,21 +241,6 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             )
     if _has_alibi(config):
         yield "has ALiBi biases in its attention, which packed rows do not support"
-
-
-def _experts_key(config: Mapping[str, Any]) -> str | None:
-    """Returns the key that gives the number of experts, None for a dense model."""
-    for name, value in config.items():
-        if isinstance(value, Mapping) and name.endswith("_config"):
-            if key := _experts_key(value):
-                return f"{name}.{key}"
-        elif (
-            re.fullmatch(_NUM_EXPERTS, name)
-            and isinstance(value, int | list)
-            and value not in (0, 1, False, [])
-        ):
-            return name
-    return None
 
 
 def _has_alibi(config: Mapping[str, Any]) -> bool:

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.families.build import decoder_layers
+from grpo_spmd.model.families.stored import build_on_meta, has_experts
 from grpo_spmd.model.sharding import gather_rows
 
 
@@ -102,9 +102,12 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Returns the target modules by their last names, for an engine that starts before the
     policy."""
-    # No memory: only the names of the layers are looked at.
-    with torch.device("meta"):
-        model = build_hf_model(load_config(path), path)
+    model = build_on_meta(path)
+    if has_experts(model):
+        raise ConfigError(
+            f"model.lora.sync: adapter, but {path} has experts, which vLLM wraps for adapters of "
+            "their own; set merged"
+        )
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
 
 
@@ -233,7 +236,7 @@ def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
     config |= {
         "base_model_name_or_path": base_model,
         "inference_mode": True,
-        # peft has a set here, whose order changes from run to run.
-        "target_modules": sorted(config["target_modules"]),
     }
+    # peft has sets, whose order changes from run to run.
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in config.items()}
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True))

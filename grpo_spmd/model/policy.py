@@ -34,9 +34,10 @@ from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
-from grpo_spmd.model.sharding import first_row, shard_over_ranks
+from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
 _log = logging.getLogger("grpo_spmd")
@@ -65,6 +66,9 @@ class Policy(nn.Module):
             logits, temperature=logits.temperature * divisor, softcap=softcap
         )
         self.attention = attention
+        self.saved = saved_layout(self.model)
+        """The names and rows under which a checkpoint and the engine have the parameters that they
+        do not have under their own."""
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -73,6 +77,15 @@ class Policy(nn.Module):
     def num_parameters(self) -> int:
         """Parameters of the whole model, adapters included, a tied one counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that a token is multiplied with: of the experts those that it takes."""
+        taken = getattr(self.model.config, "num_experts_per_tok", 0)
+        return sum(
+            p.numel() * taken // len(p) if p.dim() == 3 and taken else p.numel()
+            for p in self.parameters()
+        )
 
     def forward(
         self, batch: MicroBatch, *terms: Term, only_term: bool = False
@@ -180,8 +193,9 @@ def build_policy(
     with torch.device("meta"):
         policy = Policy(hf_config, logits, attention, stored_dtype)
     refuse_structure(policy.model, config.path)
+    _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)
-    stored_names = refuse_tensors(policy.model, folder)
+    stored = refuse_tensors(policy.model, folder)
     policy.max_rollout_tokens = max_rollout_tokens
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
@@ -200,7 +214,7 @@ def build_policy(
     policy.model.tie_weights()  # to_empty made two parameters out of a tied one
     initialise_buffers(policy.model)
     fix_rotary_factors(policy.model, max_rollout_tokens)
-    load_weights(hf_named_parameters(policy), folder, stored_names)
+    load_weights(hf_named_parameters(policy), folder, stored)
     lora.initialise_adapters(policy.model, seed)
     adapters = ""
     if has_adapters:
@@ -216,6 +230,18 @@ def build_policy(
         attention,
     )
     return policy
+
+
+def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
+    """Raises ConfigError if FSDP, which gives whole experts to a rank, would pad by a quarter."""
+    for parameter in policy.model.parameters():
+        num_experts = len(parameter)
+        padded = -(-num_experts // num_ranks) * num_ranks
+        if parameter.dim() == 3 and padded > 1.25 * num_experts:
+            raise ConfigError(
+                f"model.path: {path} has {num_experts} experts a layer, which {num_ranks} ranks "
+                f"would hold as {padded}; set model.num_replicas so that fewer ranks share a model"
+            )
 
 
 def build_reference(
@@ -273,6 +299,7 @@ _KEPT_OPERATORS = (
     "aten.mm.default",
     "aten.addmm.default",
     "aten.bmm.default",
+    "aten._grouped_mm.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
     "aten._scaled_dot_product_flash_attention.default",
     "aten._scaled_dot_product_efficient_attention.default",
@@ -316,35 +343,52 @@ def _keep_products() -> Any:
 def load_weights(
     parameters: Iterable[tuple[str, Tensor]],
     folder: Path,
-    stored_names: Mapping[str, str] | None = None,
+    stored: SavedLayout | None = None,
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
-    `parameters` are DTensors with their HF names; `stored_names` has those that differ on disk.
+    `parameters` are DTensors with their HF names; `stored` says where those are that the files do
+    not have under these names.
     Raises ConfigError for a tensor that is missing, has another shape, or has a value that is not
     finite."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
         assert isinstance(parameter, DTensor), hf_name
-        name = (stored_names or {}).get(hf_name, hf_name)
-        if name not in files:
-            raise ConfigError(f"model.path: {folder} has no tensor {name}")
-        # Opened again for each tensor: pages of a mapping count as resident until it is closed.
-        with safe_open(files[name], framework="pt") as file:
-            stored = file.get_slice(name)
-            shape = list(stored.get_shape())
-            if shape != list(parameter.shape):
-                raise ConfigError(
-                    f"model.path: {name} has shape {shape} in {folder}, but the model asks for "
-                    f"{list(parameter.shape)}"
-                )
-            local = parameter.to_local()
-            start = first_row(parameter)
-            if len(local):
-                local.copy_(stored[start : start + len(local)])
-                # Else the first weight sync would look broken: NaN is not equal to itself.
-                if not local.isfinite().all():
-                    raise ConfigError(
-                        f"model.path: {name} in {folder} has values that are NaN or infinite; "
-                        "export or download the model again"
-                    )
+        local = parameter.to_local()
+        whole = SavedTensor(hf_name, 0, tuple(parameter.shape))
+        for saved in (stored or {}).get(hf_name, [whole]):
+            start = first_matrix_row(parameter)
+            read_rows(saved, files, folder, rows=as_matrix(local), start=start)
+        # Else the first weight sync would look broken: NaN is not equal to itself.
+        if not local.isfinite().all():
+            raise ConfigError(
+                f"model.path: {hf_name} in {folder} has values that are NaN or infinite; "
+                "export or download the model again"
+            )
+
+
+def read_rows(
+    saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
+) -> None:
+    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
+    first of them.
+
+    Raises ConfigError as `load_weights` does."""
+    if saved.name not in files:
+        raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
+    begin = max(start, saved.start)
+    end = min(start + len(rows), saved.start + saved.num_rows)
+    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
+    with safe_open(files[saved.name], framework="pt") as file:
+        tensor = file.get_slice(saved.name)
+        shape = list(tensor.get_shape())
+        if shape != list(saved.shape):
+            raise ConfigError(
+                f"model.path: {saved.name} has shape {shape} in {folder}, but the model asks for "
+                f"{list(saved.shape)}"
+            )
+        if begin < end:
+            # The first dimension may be that of whole experts: FSDP splits no expert.
+            height = saved.num_rows // shape[0]
+            values = tensor[(begin - saved.start) // height : (end - saved.start) // height]
+            rows[begin - start : end - start] = as_matrix(values)

@@ -4,7 +4,7 @@ The mesh has the axis "shard", over which rows are split, and with HSDP "replica
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
@@ -56,6 +56,19 @@ def num_shards(parameter: DTensor) -> int:
     return dist.get_world_size(shard_group(parameter))
 
 
+def num_columns(shape: Sequence[int]) -> int:
+    """Returns the columns of a tensor of this shape seen as a matrix.
+
+    All dimensions but the last are its rows. A vector has one column."""
+    return shape[-1] if len(shape) > 1 else 1
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Returns the tensor as a matrix [rows, `num_columns`], of a shard too."""
+    columns = num_columns(tensor.shape)
+    return tensor.reshape(tensor.numel() // columns, columns)
+
+
 def rows_per_rank(parameter: DTensor, num_ranks: int | None = None) -> int:
     """Returns the rows of a full shard, ceil(rows / ranks of a replica).
 
@@ -70,6 +83,11 @@ def first_row(parameter: DTensor) -> int:
     # The position among the ranks of one replica, not among all ranks.
     rank = parameter.device_mesh.get_local_rank("shard")
     return min(rank * rows_per_rank(parameter), parameter.shape[0])
+
+
+def first_matrix_row(parameter: DTensor) -> int:
+    """Returns the first row of this rank's shard in the parameter seen as a matrix."""
+    return first_row(parameter) * parameter.shape[1:-1].numel()
 
 
 def is_first_replica(parameter: DTensor) -> bool:

@@ -35,9 +35,9 @@ from grpo_spmd.model.families.refusals import (
     refuse_structure,
     refuse_tensors,
     refuse_untrainable,
-    stored_names,
     trainable_config,
 )
+from grpo_spmd.model.families.stored import stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
@@ -111,7 +111,7 @@ def build_value_model(
     layers = decoder_layers(hf_model)
     folder = checkpoint_folder(path)
     files = tensor_files(folder)
-    names_on_disk = stored_names(hf_model, files)
+    stored = stored_layout(hf_model, files)
     for layer in layers:
         set_up_layer(layer, config.recompute, config.compile)
     # The head computes alone and in float32: bfloat16 would round its one number to 3 digits.
@@ -124,14 +124,14 @@ def build_value_model(
     initialise_buffers(hf_model)
     fix_rotary_factors(model.backbone, max_rollout_tokens)
     prefix = next(name for name, module in hf_model.named_modules() if module is model.backbone)
-    load_weights(model.backbone.named_parameters(prefix), folder, names_on_disk)
+    load_weights(model.backbone.named_parameters(prefix), folder, stored)
     head_name = next((name for name in VALUE_HEADS if f"{name}.weight" in files), None)
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     if head_name is not None:
         # A checkpoint's head may have no bias.
-        stored = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
-        load_weights(stored, folder)
+        head = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
+        load_weights(head, folder)
     _log.info(
         "critic: %s, %.1f M parameters, %s",
         type(model.backbone).__name__,
@@ -312,14 +312,14 @@ def build_reward_model(
         # Before any memory is taken on the device.
         _refuse_other_heads(model.model, path)
         refuse_structure(model.model, path)
-        stored_names = refuse_tensors(model.model, files.folder)
+        stored = refuse_tensors(model.model, files.folder)
         model.requires_grad_(False).eval()
         layers = decoder_layers(model.model)
         shard_over_ranks(model, layers, session.mesh, compute, reshard_root=True)
         register_fsdp_forward_method(model, "plain_score")
         model.to_empty(device=session.device)
         initialise_buffers(model.model)
-        load_weights(model.model.named_parameters(), files.folder, stored_names)
+        load_weights(model.model.named_parameters(), files.folder, stored)
     _log.info(
         "reward model %r: %s, %.1f M parameters",
         files.name,

@@ -23,7 +23,6 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -38,9 +37,10 @@ from grpo_spmd.learn.update import (
     Reference,
     UpdateObserver,
 )
+from grpo_spmd.model.families.stored import SavedTensor
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.policy import Policy, hf_named_parameters
-from grpo_spmd.model.sharding import first_row, reshard
+from grpo_spmd.model.policy import Policy, hf_named_parameters, read_rows
+from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
     CheckResult,
@@ -246,12 +246,13 @@ class UpdateCheck(UpdateObserver):
         # Tensors spread evenly over the model, of each the first rows that this rank holds.
         files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
-            rows = parameter.to_local()[:_NUM_ROWS].cpu()
-            start = first_row(parameter)
-            if name in files and len(rows):
-                with safe_open(files[name], framework="pt") as file:
-                    stored = file.get_slice(name)[start : start + len(rows)]
-                self._stored_rows[name] = stored.to(rows.dtype)
+            rows = as_matrix(parameter.to_local())[:_NUM_ROWS].cpu()
+            whole = SavedTensor(name, 0, tuple(parameter.shape))
+            for saved in model.saved.get(name, [whole]):
+                if saved.name in files and len(rows):
+                    stored = self._stored_rows.setdefault(name, rows.clone())
+                    start = first_matrix_row(parameter)
+                    read_rows(saved, files, self._folder, rows=stored, start=start)
             if name in self._stored_rows and not torch.equal(self._stored_rows[name], rows):
                 result.errors.append(f"the reference's {name} is not that of {self._folder}")
 

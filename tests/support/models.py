@@ -14,6 +14,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
+EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe")
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.
 _LAYERS = ["sliding_attention", "full_attention"]
 _APART: dict[str, dict[str, Any]] = {
@@ -24,6 +26,11 @@ _APART: dict[str, dict[str, Any]] = {
         "sliding_window": 8,
     },
     "gemma3_text": {"query_pre_attn_scalar": 24, "sliding_window": 8, "layer_types": _LAYERS},
+    "qwen3_moe": {**_EXPERTS, "num_experts": 6, "norm_topk_prob": True},
+    "qwen2_moe": {**_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40},
+    "olmoe": {"num_experts_per_tok": 2, "num_experts": 6},
+    "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 6, "sliding_window": None},
+    "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 6},
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
         "original_max_position_embeddings": 16,
@@ -71,7 +78,9 @@ def make_model(
         "initializer_range": 0.1,
         **overrides,
     }
-    if family not in ("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text"):
+    if family not in (
+        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe"),
+    ):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # from which most take the size of a head
     if family == "granite":  # the scalings that set it apart, away from 1

@@ -41,6 +41,10 @@ _NOT_VLLMS |= {
     "lora",
     "rank",
     "base_stays_in_engine",
+    "set_submodule",
+    "device",
+    "name",
+    "moe_kernel",
     "__name__",
     "_kernel_before_reload",
 }

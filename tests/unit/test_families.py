@@ -24,24 +24,14 @@ from grpo_spmd.model.families.build import (
 from grpo_spmd.model.families.refusals import (
     refuse_unmatched_names,
     refuse_untrainable,
-    stored_names,
 )
-from tests.support.models import FAMILIES, make_model
+from grpo_spmd.model.families.stored import saved_layout, stored_layout
+from tests.support.models import EXPERTS, FAMILIES, make_model
 
 
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        (
-            {"model_type": "qwen3_moe", "num_experts": 8},
-            "num_experts .* mixture of experts is not supported yet",
-        ),
-        ({"model_type": "mixtral", "num_local_experts": 8}, "mixture of experts"),
-        ({"model_type": "deepseek_v3", "n_routed_experts": 64}, "mixture of experts"),
-        (
-            {"model_type": "dbrx", "ffn_config": {"moe_num_experts": 16}},
-            r"ffn_config\.moe_num_experts",
-        ),
         (
             {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
             "quantised .*fp8",
@@ -113,8 +103,8 @@ SIZES = {
         ),
         (transformers.PhiConfig(**SIZES), "bias in its lm_head"),
         (
-            transformers.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=32),
-            "mixture of experts",
+            transformers.GptOssConfig(**SIZES, num_local_experts=2),
+            r"experts\) has experts with down_proj, down_proj_bias, .* in a layout of their own",
         ),
         (transformers.Gemma3Config(), "several models in it"),
         (
@@ -200,14 +190,53 @@ def test_raw_codes_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None
 def test_tensors_that_transformers_renames_are_found() -> None:
     with torch.device("meta"):
         model = build_hf_model(transformers.GPTNeoXConfig(**SIZES), "x")
-    assert stored_names(model, [name for name, _ in model.named_parameters()]) == {}
+    assert stored_layout(model, [name for name, _ in model.named_parameters()]) == {}
     stored = [
         name.replace("lm_head", "embed_out").removeprefix("gpt_neox.")
         for name, _ in model.named_parameters()
     ]
-    result = stored_names(model, stored)
-    assert result["lm_head.weight"] == "embed_out.weight"
+    result = stored_layout(model, stored)
+    assert [part.name for part in result["lm_head.weight"]] == ["embed_out.weight"]
     assert set(result) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_found_in_a_checkpoint(tmp_path: Path, family: str) -> None:
+    """The rows that each tensor on disk has are those of transformers' own loader."""
+    folder = make_model(tmp_path / "model", family, tied=False)
+    stored: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        stored |= load_file(file)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    parts = stored_layout(model, stored)
+    assert parts == saved_layout(model)
+    covered = set()
+    for name, parameter in model.named_parameters():
+        matrix = parameter.detach().reshape(-1, parameter.shape[-1])
+        pieces = parts.get(name)
+        if pieces is None:
+            assert torch.equal(parameter, stored[name])
+            covered.add(name)
+            continue
+        for part in pieces:
+            rows = matrix[part.start : part.start + part.num_rows]
+            assert torch.equal(rows.view(part.shape), stored[part.name]), part
+            covered.add(part.name)
+        assert sum(part.num_rows for part in pieces) == len(matrix)
+    assert covered == stored.keys()
+    assert any(len(pieces) > 1 for pieces in parts.values()) == (family != "granitemoe")
+
+
+def test_experts_that_were_stored_fused_or_as_a_decoder_alone_are_found() -> None:
+    config = transformers.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=32)
+    with torch.device("meta"):
+        model = build_hf_model(config, "x")
+    assert stored_layout(model, [name for name, _ in model.named_parameters()]) == {}
+    saved = saved_layout(model)
+    alone = [part.name.removeprefix("model.") for parts in saved.values() for part in parts]
+    result = stored_layout(model, alone)
+    assert [part.name for parts in result.values() for part in parts] == alone
+    assert result.keys() == saved.keys()
 
 
 def test_a_tensor_that_one_side_lacks_is_refused_and_a_strange_layout_is_not() -> None:

@@ -16,7 +16,14 @@ SMALL = Dimensions(
     hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocabulary=10
 )
 WORK = Work(
-    SMALL, 1000, 80, [(3, 2), (1, 4)], itemsize=2, optimizer_steps=1, offloaded_bytes=1000.0
+    SMALL,
+    num_parameters=1000,
+    active_parameters=1000,
+    head_parameters=80,
+    lengths=[(3, 2), (1, 4)],
+    itemsize=2,
+    optimizer_steps=1,
+    offloaded_bytes=1000.0,
 )
 CEILINGS = Ceilings(matmul_flops=1e3, memory_bytes=1e3, to_device_bytes=500.0, to_host_bytes=250.0)
 
@@ -48,7 +55,16 @@ def test_forward_flops_are_what_torch_counts() -> None:
             logits_to_keep=completion,
         )
     head = config["vocab_size"] * config["hidden_size"]
-    work = Work(sizes, model.num_parameters(), head, [(prompt, completion)], 4, 1, 0.0)
+    work = Work(
+        sizes,
+        num_parameters=model.num_parameters(),
+        active_parameters=model.num_parameters(),
+        head_parameters=head,
+        lengths=[(prompt, completion)],
+        itemsize=4,
+        optimizer_steps=1,
+        offloaded_bytes=0.0,
+    )
     # eager: the masked half too
     attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * (prompt + completion) ** 2
     # biases and norms are no products

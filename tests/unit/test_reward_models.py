@@ -118,7 +118,6 @@ def edit(**values: Any) -> Change:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (edit(num_local_experts=4), "has experts (num_local_experts in its config.json)"),
         (edit(quantization_config={"quant_method": "fp8"}), "is quantised"),
         (edit(is_encoder_decoder=True), "is an encoder-decoder"),
         (

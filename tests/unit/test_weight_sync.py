@@ -60,7 +60,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(gather, "wait_for", wait_for)
     monkeypatch.setattr(gather, "num_shards", lambda parameter: world.size)
     monkeypatch.setattr(weight_proof, "is_first_replica", lambda parameter: True)
-    monkeypatch.setattr(weight_proof, "first_row", lambda parameter: 0)
+    monkeypatch.setattr(weight_proof, "first_matrix_row", lambda parameter: 0)
     monkeypatch.setattr(gather, "shard_group", lambda parameter: None)
     monkeypatch.setattr(gather.dist, "get_rank", lambda group: 0)
     return world
@@ -97,7 +97,7 @@ def synced(monkeypatch: pytest.MonkeyPatch, ranks: SimpleNamespace) -> SimpleNam
         "hf_named_shards",
         lambda _: (entry(name, tensor, ranks.size) for name, tensor in tensors.items()),
     )
-    result.policy = SimpleNamespace(model=nn.Linear(1, 1))
+    result.policy = SimpleNamespace(model=nn.Linear(1, 1), saved={})
     return result
 
 

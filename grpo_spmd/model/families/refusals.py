@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,6 @@ import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming
 from transformers.pytorch_utils import Conv1D
 
 from grpo_spmd.config.errors import ConfigError
@@ -26,6 +24,7 @@ from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_s
 from grpo_spmd.model.config_json import head_dim, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout, stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
@@ -80,10 +79,14 @@ def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: boo
     lm_head."""
     hf_config = trainable_config(path, max_rollout_tokens, is_policy=is_policy)
     with torch.device("meta"):
-        model = build_hf_model(hf_config, path, attn_implementation=_PROBE).eval()
+        # The loop over experts asks for numbers that the meta device does not have.
+        model = build_hf_model(
+            hf_config, path, attn_implementation=_PROBE, experts_implementation="batched_mm"
+        ).eval()
     with as_config_error(path, "has sizes that differ from layer to layer"):
         head_dim(hf_config)
     refuse_structure(model, path)
+    saved_layout(model)
     if is_policy:
         refuse_tensors(model, checkpoint_folder(path))
     logits_map(model)
@@ -98,10 +101,8 @@ def refuse_structure(model: Any, path: str) -> None:
             f"model.path: {path} has a bias in its lm_head, which chunked logprobs do not support"
         )
     for name, module in model.named_modules():
-        if re.search("Experts|SparseMoe", type(module).__name__):
-            raise ConfigError(
-                f"model.path: {path} has experts ({name}): mixture of experts is not supported yet"
-            )
+        if "Experts" in type(module).__name__:
+            _refuse_other_experts(module, f"{path} ({name})")
         if type(module) is Conv1D:
             raise ConfigError(
                 f"model.path: {path} ({name}) has its weights transposed (Conv1D), in which the "
@@ -122,12 +123,28 @@ def refuse_structure(model: Any, path: str) -> None:
         )
 
 
-def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
+def _refuse_other_experts(experts: Any, where: str) -> None:
+    """Raises ConfigError unless the experts are two matrices each, gate above up and down."""
+    names = {name for name, _ in experts.named_parameters(recurse=False)}
+    is_known = (
+        names == {"gate_up_proj", "down_proj"}
+        and not getattr(experts, "is_transposed", False)
+        and getattr(experts, "is_concatenated", True)
+    )
+    if not is_known:
+        raise ConfigError(
+            f"model.path: {where} has experts with {', '.join(sorted(names))} in a layout of their "
+            "own (gpt-oss has biases and interleaves gate and up); vLLM's reload writes such past "
+            "its own loaders, so that no sync would be right"
+        )
+
+
+def refuse_tensors(model: Any, folder: Path) -> SavedLayout:
     """Raises ConfigError unless the checkpoint has exactly the model's tensors.
 
     Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
-    the model that trains would not be the one that is stored. Returns {parameter's name: name on
-    disk} where they differ (`stored_names`)."""
+    the model that trains would not be the one that is stored. Returns where it has the parameters
+    that it does not have under their own names (`stored_layout`)."""
     files = tensor_files(folder)
     stored = {
         name: entry
@@ -135,19 +152,23 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
         for name, entry in read_header(path).items()
         if name in files
     }
-    renamed = stored_names(model, stored)
-    parameters = {renamed.get(name, name): p for name, p in model.named_parameters()}
-    for name, parameter in parameters.items():
+    layout = stored_layout(model, stored)
+    shapes = {
+        saved.name: list(saved.shape)
+        for name, parameter in model.named_parameters()
+        for saved in layout.get(name, [SavedTensor(name, 0, tuple(parameter.shape))])
+    }
+    for name, shape in shapes.items():
         entry = stored.get(name)
         if entry is not None and entry["dtype"] not in _FORMATS:
             raise ConfigError(
                 f"model.path: {name} is stored as {entry['dtype']} in {folder}: the raw codes of a "
                 "quantised checkpoint; train the one in bfloat16 or float32 instead"
             )
-        if entry is not None and entry["shape"] != list(parameter.shape):
+        if entry is not None and entry["shape"] != shape:
             raise ConfigError(
                 f"model.path: {name} has shape {entry['shape']} in {folder}, but config.json asks "
-                f"for {list(parameter.shape)}"
+                f"for {shape}"
             )
     # Tied parameters and buffers may be stored too, and are not read.
     ignored = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -155,14 +176,14 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
     ignored_patterns = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     unused = [
         name
-        for name in sorted(stored.keys() - parameters.keys() - ignored)
+        for name in sorted(stored.keys() - shapes.keys() - ignored)
         if not (
             _BUFFERS.search(name)
             or (_MASKS.search(name) and len(stored[name]["shape"]) != 1)
             or any(re.search(pattern, name) for pattern in ignored_patterns)
         )
     ]
-    missing = [name for name in parameters if name not in stored]
+    missing = [name for name in shapes if name not in stored]
     problems = []
     if missing:
         problems.append(f"has no tensor {_first_and_count(missing)}")
@@ -175,34 +196,7 @@ def refuse_tensors(model: Any, folder: Path) -> dict[str, str]:
             f"model.path: {folder} {' and '.join(problems)}: the model that trains would not be "
             "the one that is stored"
         )
-    return renamed
-
-
-def stored_names(model: Any, stored: Iterable[str]) -> dict[str, str]:
-    """Returns the names on disk of the model's parameters, if they differ.
-
-    transformers renames some when it loads them (GPT-NeoX's lm_head), and a decoder may have been
-    stored by itself."""
-    names = {name for name, _ in model.named_parameters()}
-    stored = set(stored)
-    missing = names - stored
-    if not missing:
-        return {}
-    renamings = [
-        renaming
-        for renaming in get_model_conversion_mapping(model)
-        if isinstance(renaming, WeightRenaming)
-    ]
-    on_disk: dict[str, str] = {}
-    for name in stored - names:
-        renamed = name
-        for renaming in renamings:
-            renamed = renaming.rename_source_key(renamed)[0]
-        # A decoder that was stored by itself lacks the prefix of the whole model.
-        for candidate in (renamed, f"{model.base_model_prefix}.{renamed}"):
-            if candidate in missing:
-                on_disk[candidate] = name
-    return on_disk
+    return layout
 
 
 def refuse_unmatched_names(

@@ -111,6 +111,9 @@ class Pass:
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
             logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
             policy = Policy(hf_config, logits, attention, stored)
+            if policy.saved:
+                # As on a GPU. A loop over experts would ask fake tensors for numbers.
+                policy.model.set_experts_implementation("grouped_mm")
             policy.requires_grad_(trains_all)
             if not trains_all:
                 lora.add_adapters(policy.model, self.model.lora)

@@ -198,6 +198,8 @@ class Work:
     sizes: Dimensions
     # All parameters that are multiplied. A head that is tied to the embedding counts once.
     num_parameters: int
+    # Those that a token is multiplied with: of experts the ones that it takes.
+    active_parameters: int
     # Parameters of the lm_head: vocabulary size x hidden size.
     head_parameters: int
     # Prompt and completion tokens of each rollout.
@@ -208,7 +210,7 @@ class Work:
     @property
     def layer_parameters(self) -> int:
         """The number of weights that every token is multiplied with."""
-        return self.num_parameters - self.head_parameters
+        return self.active_parameters - self.head_parameters
 
     @property
     def tokens(self) -> int:
@@ -248,7 +250,7 @@ def decode_bytes(work: Work) -> float:
 
 def decode_flops(work: Work) -> float:
     """Returns the floating-point operations of decoding, without those of attention."""
-    return 2 * work.num_parameters * work.completion_tokens
+    return 2 * work.active_parameters * work.completion_tokens
 
 
 @dataclass(frozen=True)
@@ -286,10 +288,12 @@ def work_of(case: Case, *, has_lm_head: bool) -> Work:
     head = embedding if has_lm_head else 0
     is_tied = "lm_head.weight" not in case.model.shapes
     length = (config.data.max_prompt_tokens, config.rollout.max_completion_tokens)
+    # An embedding is looked up, not multiplied: of a tied one only the head counts.
+    lookup = embedding - (head if is_tied else 0)
     return Work(
         sizes=sizes,
-        # An embedding is looked up, not multiplied: of a tied one only the head counts.
-        num_parameters=case.model.num_parameters - embedding + (head if is_tied else 0),
+        num_parameters=case.model.num_parameters - lookup,
+        active_parameters=case.model.num_active_parameters - lookup,
         head_parameters=head,
         lengths=[length] * case.num_rollouts,
         itemsize=case.itemsize,

@@ -86,10 +86,11 @@ class World:
         return come
 
 
-def converse_later(engine: RolloutEngine, version: int = 0) -> list[Any]:
+def converse_later(engine: RolloutEngine, version: int = 0, *, max_error: float = 0.0) -> list[Any]:
     """[job, the turns of each of its conversations] over all engines. Fails unless these are, in
     each order of answers,
-    what each turn is by itself, computed anew from its whole context."""
+    what each turn is by itself, computed anew from its whole context. Logprobs may be off by
+    `max_error`, where a product of vLLM's depends on the number of its rows."""
     orders_values = []
     with uneven(engine):
         for method in ("random", "idle"):
@@ -101,13 +102,29 @@ def converse_later(engine: RolloutEngine, version: int = 0) -> list[Any]:
             orders_values.append(
                 on_rank0(lambda pieces: sorted(item for piece in pieces for item in piece), local)
             )
-        assert orders_values[0] == orders_values[1]
+        assert_same(orders_values[0], orders_values[1], max_error)
         assert [job for job, _ in orders_values[0]][:: engine.tp_size] == list(range(len(JOBS)))
         for job, communicates in created.items():
-            assert communicates == [
-                alone(engine, version, job, number) for number in range(JOBS[job])
-            ]
+            expected = [alone(engine, version, job, number) for number in range(JOBS[job])]
+            assert_same(
+                [[astuple(turn) for turn in turns] for turns in communicates],
+                [[astuple(turn) for turn in turns] for turns in expected],
+                max_error,
+            )
     return orders_values[0][:: engine.tp_size]
+
+
+def assert_same(values: Any, expected: Any, max_error: float) -> None:
+    """Fails unless the values, in lists and tuples of any depth, are equal, logprobs within
+    `max_error`."""
+    if isinstance(values, list | tuple):
+        assert len(values) == len(expected)
+        for value, other in zip(values, expected, strict=True):
+            assert_same(value, other, max_error)
+    elif isinstance(values, float):
+        assert abs(values - expected) <= max_error
+    else:
+        assert values == expected
 
 
 def converse(engine: RolloutEngine, method: str, version: int) -> dict[int, list[list[Completion]]]:

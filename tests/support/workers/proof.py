@@ -255,7 +255,7 @@ class Trials:
         """All that this rank's engine has, what is packed as the layer's products with a unit
         matrix."""
         result = dict[str, Tensor]()
-        for number, tensor in enumerate(self.engine.tensors(self.shapes)):
+        for number, tensor in enumerate(self.engine.tensors(self.shapes, {})):
             values = tensor.values
             if values is None:
                 layer: Any = tensor.layer
@@ -271,7 +271,7 @@ class Trials:
         also twice."""
         local = [
             [piece.name, row, tensor.column_slice, tensor.num_column_slices]
-            for tensor in self.engine.tensors(self.shapes)
+            for tensor in self.engine.tensors(self.shapes, {})
             for piece in tensor.parts
             for row in range(piece.hf_start, piece.hf_start + piece.num_rows)
         ]

@@ -20,6 +20,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.requests import EngineStateError, Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.assemble import pack_rollouts
@@ -81,12 +82,14 @@ def main() -> None:
             )
         engine.sleep()
     stale_cache_shows(engine, weight_sync.sync, lambda: disturb(policy, optimizer, num_steps))
-    converse_later(engine, 2)
+    # The product with Qwen2-MoE's shared_expert_gate, of one row, depends on the batch.
+    converse_later(engine, 2, max_error=2e-6 * (plain.config.model_type == "qwen2_moe"))
     end_while_all_wait(engine, 2)
     fail_while_all_wait(engine, 2)
     engine.sleep()
     engine.wake_weights()
-    refuses(lambda: engine.load_weights(all_but_one(full), 99), "not covered")
+    saved = saved_tensors(all_but_one(full), policy.saved)
+    refuses(lambda: engine.load_weights(saved, 99), "not covered")
     refuses(lambda: engine.generate([Request([1], 0)], 99), "asleep")
     print(f"rank {session.rank} worst {worst:.3e}", flush=True)
     assert worst < 1e-4, worst
@@ -128,7 +131,9 @@ def difference(
 
 
 def all_but_one(full: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    return ((name, tensor) for name, tensor in full.items() if "layers.1.mlp.down_proj" not in name)
+    return (
+        (name, tensor) for name, tensor in full.items() if "layers.1.self_attn.o_proj" not in name
+    )
 
 
 def refuses(call: object, expected: str) -> None:

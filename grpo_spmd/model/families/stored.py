@@ -1,0 +1,132 @@
+"""Where the rows of a model's parameters lie in a checkpoint, if not in a tensor of the same name.
+
+transformers renames some parameters, and keeps all experts of a layer in one: `gate_up_proj`
+[experts, 2 * intermediate, hidden] has the tensors of two matrices of each expert. Its own
+conversion says which; no name of a model stands here."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.build import build_hf_model
+from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.sharding import num_columns
+
+
+class SavedTensor(NamedTuple):
+    """Describes a tensor of a checkpoint, which has rows of one of the model's parameters.
+
+    All dimensions of a parameter but the last count as rows."""
+
+    name: str
+    """Name in the checkpoint."""
+    start: int
+    """Index of the first of the parameter's rows that it has."""
+    shape: tuple[int, ...]
+    """Shape in the checkpoint."""
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape) // num_columns(self.shape)
+
+
+# The tensors of a checkpoint by the name of the parameter whose rows they have.
+SavedLayout = dict[str, list[SavedTensor]]
+
+
+def build_on_meta(path: str) -> Any:
+    """Returns transformers' causal LM of a folder or hub id without memory for its weights."""
+    with torch.device("meta"):
+        return build_hf_model(load_config(path), path)
+
+
+def has_experts(model: Any) -> bool:
+    """Returns True if a parameter has the matrices of several experts."""
+    return any(parameter.dim() == 3 for parameter in model.parameters())
+
+
+def saved_layout(model: Any) -> SavedLayout:
+    """Returns what transformers would write of each parameter that it does not write as it is.
+
+    {} for a model without experts, whose engine takes the parameters' own names. Raises ConfigError
+    if a tensor on disk has not consecutive rows of one parameter."""
+    if not has_experts(model):
+        return {}
+    with torch.device("cpu"):  # the model may be under construction on the meta device
+        return _layout_of(model)
+
+
+def _layout_of(model: Any) -> SavedLayout:
+    parameters = dict(model.named_parameters())
+    names = list(parameters)
+    # Each row of the whole model gets a number, and the conversion shows where the numbers go.
+    sizes = [p.numel() // num_columns(p.shape) for p in parameters.values()]
+    starts = list(accumulate(sizes, initial=0))
+    numbers = {}
+    for (name, parameter), (start, end) in zip(parameters.items(), pairwise(starts), strict=True):
+        dimensions = parameter.shape[:-1] or parameter.shape
+        # Two columns, which take no memory: transformers drops a dimension of size 1.
+        rows = torch.arange(start, end).view(*dimensions, 1)
+        numbers[name] = rows.expand(*dimensions, 2)
+    layout: SavedLayout = {}
+    for name, converted in revert_weight_conversion(model, numbers).items():
+        rows = converted[..., 0].flatten()
+        row = int(rows[0])
+        position = bisect_right(starts, row) - 1
+        parameter_name = names[position]
+        is_ordered = torch.equal(rows, torch.arange(row, row + len(rows)))
+        if not is_ordered or rows[-1] >= starts[position + 1]:
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has {name} in another order than it is stored;"
+                " only rows that stay together can be synced"
+            )
+        if name != parameter_name:
+            parameter = parameters[parameter_name]
+            columns = parameter.shape[-1:] if parameter.dim() > 1 else ()
+            saved = SavedTensor(name, row - starts[position], (*converted.shape[:-1], *columns))
+            layout.setdefault(parameter_name, []).append(saved)
+    return layout
+
+
+def stored_layout(model: Any, stored: Iterable[str]) -> SavedLayout:
+    """Returns where a checkpoint with tensors of these names has the model's parameters, if they
+    differ.
+
+    transformers renames some when it loads them (GPT-NeoX's lm_head), and a decoder may have been
+    stored by itself."""
+    parameters = dict(model.named_parameters())
+    stored = set(stored)
+    missing = parameters.keys() - stored
+    if not missing:
+        return {}
+    # A decoder that was stored by itself lacks the prefix of the whole model.
+    prefix = f"{model.base_model_prefix}."
+    layout: SavedLayout = {}
+    for name, tensors in saved_layout(model).items():
+        without_prefix = [saved._replace(name=saved.name.removeprefix(prefix)) for saved in tensors]
+        for candidates in (tensors, without_prefix):
+            if name in missing and all(saved.name in stored for saved in candidates):
+                layout.setdefault(name, candidates)
+    renamings = [
+        renaming
+        for renaming in get_model_conversion_mapping(model)
+        if isinstance(renaming, WeightRenaming)
+    ]
+    for name in stored - parameters.keys():
+        renamed = name
+        for renaming in renamings:
+            renamed = renaming.rename_source_key(renamed)[0]
+        for candidate in (renamed, f"{prefix}{renamed}"):
+            if candidate in missing:
+                whole = SavedTensor(name, 0, tuple(parameters[candidate].shape))
+                layout.setdefault(candidate, [whole])
+    return layout
