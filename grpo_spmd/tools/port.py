@@ -141,9 +141,10 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
             put(key, *their.work_out(key))
         except YAML_ERRORS as error:
             reason = str(error.args[0] if error.args else error)
-            # Otherwise no condition was met, or a name is not set.
-            if " " in reason or reason == "rows":
-                reason = f"{_DECIDED}: {key} is left as it is: {reason} is not known"
+            reason = "--rows is not given" if reason == "rows" else reason
+            # One name alone: no condition was met, or it is not set.
+            if " " in reason:
+                reason = f"{_DECIDED}: {key} is left as it is: {reason}"
                 notes |= dict.fromkeys(their.used or {key}, reason)
             settings_off |= {name for name in their.used if script.settings[name] is False}
     for name, value in script.settings.items():

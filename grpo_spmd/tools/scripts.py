@@ -84,14 +84,14 @@ def _read_python(text: str, words: Sequence[str]) -> Script:
                 if _name(func) == "LoraConfig":
                     defaults |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
                 if _name(func) == "RLOOConfig":
-                    defaults |= {"estimator": "rloo", "beta": 0.05}
+                    defaults |= {"estimator": "rloo", "beta": 0.05, "num_generations": 2}
                 for keyword in keywords:
                     name = "lora.r" if keyword.arg == "r" else str(keyword.arg)
                     if name not in _MADE_ELSEWHERE:
                         settings[name] = module.value(name, keyword.value)
-            # training_args.beta = 0.1
-            case ast.Assign(targets=[ast.Attribute(attr=name)], value=value):
-                if find_alias("TRL", name):
+            # training_args.beta = 0.1, and not self.max_steps of an environment
+            case ast.Assign(targets=[ast.Attribute(value=owner, attr=name)], value=value):
+                if find_alias("TRL", name) and _name(owner) not in ("self", ""):
                     settings[name] = module.value(name, value)
     if not re.search("(GRPO|RLOO)(Config|Trainer)", text) or not settings:
         raise ConfigError("neither GRPOConfig(...) nor GRPOTrainer(...) is called in it")
@@ -184,15 +184,16 @@ class _Module:
 def _read_shell(text: str, words: Sequence[str]) -> Script:
     for command in _commands(text):
         for index, word in enumerate(command):
-            settings = _settings([*command[index + 1 :], *words])
-            if re.search(r"(^|[./])main_\w+(\.py)?$", word):
-                return Script("verl", settings, {})
-            if "openrlhf.cli.train_ppo" in word:
-                return Script("OpenRLHF", settings, {})
-            if settings and (word.endswith(".py") or word in ("grpo", "rloo")):
+            is_verl = re.search(r"(^|[./])main_\w+(\.py)?$", word)
+            is_trl = word.endswith(".py") or word in ("grpo", "rloo")
+            # Only then, as a line may have thousands of words.
+            has_flags = " ".join(command[index + 1 : index + 2]).startswith("-")
+            if is_verl or "openrlhf.cli.train_ppo" in word or (is_trl and has_flags):
+                settings = _settings([*command[index + 1 :], *words])
                 launcher = _settings(command[:index])
                 ranks = launcher.get("num_processes", launcher.get("nproc_per_node"))
-                return Script("TRL", settings, {"ranks": ranks} if ranks else {})
+                trainer = "verl" if is_verl else "TRL" if is_trl else "OpenRLHF"
+                return Script(trainer, settings, {"ranks": ranks} if ranks else {})
     raise ConfigError(
         "no command in it starts verl (main_ppo), OpenRLHF (openrlhf.cli.train_ppo_ray) or TRL "
         "(trl grpo, or a .py file with flags)"
