@@ -126,7 +126,7 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
     settings_off: set[str] = set()
 
     def put(key: str, value: Any, comment: str) -> None:
-        if isinstance(value, list):
+        if isinstance(value, list) and value:
             value = _adapted(key, value, file, their)
         # "low_var_kl is k3": the table of remedies translates words.
         remedy = re.fullmatch(r".* is (\w+)", find_remedy(key, str(value)) or "", re.DOTALL)
@@ -162,8 +162,11 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
             with suppress(ConfigError):
                 build_config(as_tree(required | {targets[0]: True}))
                 is_plain = True
-        is_lost = not targets and not (alias and alias.note)
-        title = _BY_HAND if isinstance(value, Unreadable) or (is_lost and value) else _DECIDED
+        # A rule has weighed the setting, or a note says what happens in its place.
+        has_rule = any(target in their.rules for target in targets)
+        is_explained = has_rule or bool(alias and alias.note and not targets)
+        is_lost = isinstance(value, Unreadable) or not (is_plain or is_explained or not value)
+        title = _BY_HAND if is_lost else _DECIDED
         notes[name] = f"{title}: {alias or sampling or 'not known'}"
         if value is None or value == -1:
             notes[name] = f"{_DECIDED}: not set"
@@ -185,7 +188,7 @@ def _adapted(key: str, value: list[Any], file: str, their: _Values) -> Any:
     if key == "logging.trackers":
         return [name for name in value if name in TRACKERS]
     if key == "data.eval":
-        return {Path(source).parent.name: source for source in value}
+        return {Path(str(source)).parent.name: source for source in value}
     if key == "environment.tools":
         return [f"{file}:{name}" for name in value]
     if key in ("data.train", "environment.factory"):
@@ -228,7 +231,7 @@ def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sections of values by dotted key, in the order of the schema."""
     tree: dict[str, Any] = {}
     for key in sorted(values, key=key_names(Config).index):
-        apply_override(tree, f"{key}={json.dumps(values[key])}")
+        apply_override(tree, f"{key}={json.dumps(values[key], default=str)}")
     return tree
 
 
@@ -239,7 +242,7 @@ def _lines(tree: Mapping[str, Any], entries: Mapping[str, Entry], prefix: str) -
         head = f"{'  ' * key.count('.')}{name}:"
         if key in entries:
             entry = entries[key]
-            yield f"{head} {json.dumps(entry.value)}  # {_one_line(entry.comment)}"
+            yield f"{head} {json.dumps(entry.value, default=str)}  # {_one_line(entry.comment)}"
         else:
             yield head
             yield from _lines(section, entries, key)

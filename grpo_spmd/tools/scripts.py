@@ -63,7 +63,7 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
         if path.suffix in (".yaml", ".yml"):
             tree = read_tree(path)[0]
             is_verl = "actor_rollout_ref" in tree
-            settings = flat(tree) if is_verl else tree
+            settings = flat(tree) if is_verl else {str(name): tree[name] for name in tree}
             return Script("verl" if is_verl else "TRL", settings | _settings(words), {})
         return _read_python(text, words) if path.suffix == ".py" else _read_shell(text, words)
     # ValueError: ConfigError, bytes that are no text, and what ast and shlex cannot read.

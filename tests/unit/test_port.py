@@ -211,7 +211,8 @@ PYTHON = """
             self.max_steps = 9
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(MODEL), args=config, train_dataset=dataset,
-        reward_funcs=[right, "org/rm"], tools=[look_up], peft_config=LoraConfig(lora_alpha=64),
+        reward_funcs=[right, "org/rm"], tools=[look_up],
+        rollout_func=play, peft_config=LoraConfig(lora_alpha=64),
     )
 """
 
@@ -244,6 +245,8 @@ def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
     assert "loss.kl_coef" not in found
     assert "training.num_steps" not in found  # self.max_steps is another thing
     assert "--rows is not given" in result.notes["training.num_steps"]
+    # Suggested keys alone are no counterpart.
+    assert result.notes["rollout_func"].startswith("by hand: here environment.gym")
     assert result.notes["ranks"].startswith("decided here: 1 GPU")
 
 
@@ -433,6 +436,23 @@ def test_a_yaml_of_trl_or_verl(tmp_path: Path) -> None:
     verl = "actor_rollout_ref: {rollout: {n: 6}}\nalgorithm: {adv_estimator: rloo}\n"
     found = values(ported(tmp_path, verl, "x.yaml"))
     assert (found["rollout.group_size"], found["advantage.estimator"]) == (6, "rloo")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "1: 2\nlearning_rate: 1999-01-01\nreward_funcs: []\n",
+        "actor_rollout_ref: {}\ndata: {train_files: [], val_files: [1, 1999-01-01]}\n",
+        'model_name_or_path: "a\\x7fb"\nreport_to: {a: 1}\nnum_generations: [1]\nmax_steps: .inf',
+    ],
+)
+def test_values_of_wrong_types_leave_a_valid_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    path, out = script(tmp_path, text, "x.yaml"), tmp_path / "out.yaml"
+    monkeypatch.setattr(sys, "argv", ["port", "--out", str(out), str(path)])
+    port.main()
+    load_config(out)
 
 
 def test_a_script_may_not_be_a_folder_or_absent(tmp_path: Path) -> None:
