@@ -28,6 +28,7 @@ _COMMANDS = {
     "demo": "Make the models, tokenizers and prompts of the built-in demos",
     "export": "Write a checkpoint as a model folder for transformers and vLLM",
     "plan": "Work out memory by phase and time of a step, without a GPU",
+    "port": "Translate a script of TRL, verl or OpenRLHF into a config",
     "prefetch": "Fetch the models and data sets that a config names from the hub",
     "replay": "Repeat a dumped step on the CPU",
     "report": "Write one HTML file about a run, without network or server",

@@ -84,6 +84,15 @@ def _suffixes(name: str) -> list[str]:
     return [".".join(names[start:]) for start in range(len(names))]
 
 
+def find_alias(trainer: str, name: str) -> Alias | None:
+    """Returns the row of a trainer that has this name, or the longest end of it."""
+    for suffix in _suffixes(name):
+        for alias in _find_aliases(suffix):
+            if alias.trainer == trainer:
+                return alias
+    return None
+
+
 def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:
     """Returns the first row of each trainer that has this name."""
     aliases: dict[str, Alias] = {}

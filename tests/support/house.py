@@ -66,7 +66,7 @@ ROOM_TOKENS = {
     "loop": 800,
     "train": 600,
     "demo": 4_800,
-    "tools": 54_000,
+    "tools": 58_000,
     "cli": 900,
     "api": 1_000,
 }

@@ -35,7 +35,7 @@ def test_a_wheel_has_every_module_and_the_marker_of_types(monkeypatch: pytest.Mo
     files = (ROOT / "grpo_spmd" / "config").iterdir()
     tables = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".tsv", ".yaml")}
     assert {"grpo_spmd/py.typed", *tables} <= data
-    assert len(tables) == 7
+    assert len(tables) == 8
 
 
 @pytest.mark.parametrize("extra", _EXTRAS)
