@@ -193,7 +193,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     left in the run folder.
     """
     # The process group does not exist yet: each rank encodes the prompts for itself.
-    tokenizer = load_tokenizer(config.model.path)
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     num_per_step = config.rollout.num_prompts_per_step
     prompts = build_prompts(inputs.rows, tokenizer, config.data, num_per_step)
     held_out: dict[str, Sequence[Prompt]] = {

@@ -128,6 +128,8 @@ class DataConfig:
     """render a string prompt with the tokenizer's chat template, as one user message"""
     system_prompt: str | None = None
     """system message for chat prompts that have none"""
+    chat_template_kwargs: dict[str, Any] = _no_entries()
+    """variables for the policy's chat template, wherever it is used: {enable_thinking: false}"""
     max_prompt_tokens: PositiveInt = 512
     """most tokens of a prompt"""
     on_long_prompt: Literal["error", "drop"] = "error"

@@ -572,7 +572,7 @@ def check_data(
         # A template may write today's date, which was another one when the run began.
         is_chat = not isinstance(prompt.text, str)
         is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
-        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
+        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer, data):
             result.errors.append(f"the token ids of the prompt of {key} are not those of its text")
         expected = {
             name: value
@@ -674,12 +674,11 @@ def _prompt_of(row: _Row, data: DataConfig) -> Any:
     return prompt
 
 
-def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def _token_ids(prompt: Any, tokenizer: Any, data: DataConfig) -> list[int]:
     """Returns the tokens of a prompt, by calls of the tokenizer alone."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    return list(
-        tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    )
+    # The class's own method, without the variables that the run has bound to it.
+    render = type(tokenizer).apply_chat_template
+    options = {"add_generation_prompt": True, "return_dict": False, **data.chat_template_kwargs}
+    return list(render(tokenizer, prompt, **options))

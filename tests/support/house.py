@@ -60,7 +60,7 @@ ROOM_TOKENS = {
     "rollout": 9_750,
     "checkpoint": 9_600,
     "diagnosis": 10_800,
-    "checks": 18_300,
+    "checks": 18_360,
     "signals": 14_200,
     "parts": 3_300,
     "loop": 800,

@@ -86,8 +86,9 @@ def _refusal(folder: Path, tree: dict[str, Any], *overrides: str) -> str:
         ("train_files", "data.train", "verl's name"),  # by the last part of theirs
         ("n", "rollout.group_size", "verl's name"),
         ("temperature", "rollout.temperature", "TRL's name"),
-        ("chat_template_kwargs", "data.as_chat", "chat_template.jinja"),
-        ("data.chat_template_kwargs", "data.as_chat", "TRL's name"),
+        ("chat_template_kwargs", "data.chat_template_kwargs", "TRL's name"),
+        ("data.apply_chat_template_kwargs", "data.chat_template_kwargs", "verl's name"),
+        ("custom_chat_template", "model.path", "chat_template.jinja"),
         ("model.lora.r", "model.lora.rank", "TRL's name"),
         ("rollout.ignore_eos", "nothing here", "may end"),
         ("rollout.stop", "nothing here", "model's own eos"),

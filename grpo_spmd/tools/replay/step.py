@@ -255,8 +255,9 @@ def train(
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
     prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
-    needs_tokenizer = config.teacher.prompt_key is not None
-    tokenizer = load_tokenizer(config.model.path) if needs_tokenizer else None
+    tokenizer = None
+    if config.teacher.prompt_key is not None:
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     signals = open_signals(config, policy, session, reference, prompts.__getitem__, tokenizer)
     updater = _make_updater(policy, config, signals.value_head)
     if source is not None:
