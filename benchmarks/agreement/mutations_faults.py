@@ -506,16 +506,16 @@ FAULTS = (
     Fault(
         "evaluation at the training's temperature",
         "rollout/evaluate.py",
-        "            temperature=self.config.temperature,\n",
-        "            temperature=None,\n",
+        "            evaluation=self.config,\n",
+        "            evaluation=None,\n",
         (_EVALUATE,),
         ("eval.every_steps=2", "data.eval={made}/train.jsonl", "eval.temperature=0.6"),
     ),
     Fault(
         "evaluation of episodes at the training's temperature",
         "episodes/environments.py",
-        '            "temperature": temperature,\n',
-        '            "temperature": None,\n',
+        '            "evaluation": evaluation,\n',
+        '            "evaluation": None,\n',
         (_EVALUATE,),
     ),
     Fault(

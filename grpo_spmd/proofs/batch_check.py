@@ -79,7 +79,9 @@ _Row = dict[str, Any]
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(self, settings: UpdateCheckSettings) -> None:
+    def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
+        """Without a `tokenizer` no completion is searched for the texts of `rollout.stop`."""
+        self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
         self._loss = settings.loss
@@ -321,8 +323,8 @@ class BatchCheck:
                 self._check_turns(result, completion)
 
     def _check_turns(self, result: CheckResult, completion: Completion) -> None:
-        """Checks that each turn of a completion ends at its first stop token or at the length
-        limit. A completion without an episode is one turn."""
+        """Checks that each turn of a completion ends at its first stop token or stop string, or at
+        the length limit. A completion without an episode is one turn."""
         episode = completion.episode
         turns = completion_turns(completion)
         if episode is not None:
@@ -337,22 +339,34 @@ class BatchCheck:
         unit = "completion" if episode is None else "turn"
         for ids, reason in turns:
             *earlier, final = ids or [-1]
-            if self._stop_ids.intersection(earlier):
+            if self._stop_ids.intersection(earlier) or self._has_stop_string(earlier):
                 result.errors.append(
                     f"a {unit} goes on after a token that ends it (generation_config's "
-                    "eos_token_id)"
+                    "eos_token_id, or rollout.stop)"
                 )
                 continue
             if reason == "stop":
-                is_right = final in self._stop_ids
+                # Some tokenizers drop a blank before the first word, which vLLM keeps.
+                is_right = final in self._stop_ids or self._has_stop_string(ids, before=" ")
             else:
                 # In an episode a turn may have less room.
                 is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
+                is_right &= not self._has_stop_string(ids)
             if not is_right:
                 result.errors.append(
                     f"a {unit} of {len(ids)} tokens that ends with {final} has finish_reason "
                     f"{reason!r}"
                 )
+
+    def _has_stop_string(self, ids: Sequence[int], before: str = "") -> bool:
+        """Returns whether one of `rollout.stop` is in the text of these tokens, after `before`."""
+        if not self._rollout.stop or self._tokenizer is None:
+            return False
+        text = before + self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        # vLLM looks at a letter that several tokens make when it is complete.
+        return not text.endswith("\ufffd") and any(stop in text for stop in self._rollout.stop)
 
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
         """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
