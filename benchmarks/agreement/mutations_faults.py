@@ -155,7 +155,7 @@ FAULTS = (
     Fault(
         "wrong temperature: the policy is built without it",
         "parts.py",
-        "        temperature,\n        session,\n        seed=config.seed",
+        "        config.rollout.temperature,\n        session,\n        seed=config.seed",
         "        1.0,\n        session,\n        seed=config.seed",
         (),
         _COOL,

@@ -27,12 +27,8 @@ from grpo_spmd.config.schema import (
     TeacherConfig,
 )
 
-# The arguments of transformers' apply_chat_template, and what a template gets of it.
-_RENDERER_ARGUMENTS = {
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
-    "continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors",
-    "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs", "generation_indices",
-}  # fmt: skip
+# The variables of chat templates that the trainer sets.
+_TEMPLATE_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
 def check_rules(config: Config) -> None:
@@ -77,11 +73,8 @@ def _errors(config: Config) -> Iterator[str]:
             "data.prompt_template names no column in braces, as {question} does, "
             f"so that all prompts were alike; got {template!r}"
         )
-    for name in _RENDERER_ARGUMENTS & config.data.chat_template_kwargs.keys():
-        yield (
-            f"data.chat_template_kwargs.{name}: the trainer sets this itself, and only variables "
-            "of the chat template belong here; take it out"
-        )
+    for name in _TEMPLATE_VARIABLES & config.data.chat_template_kwargs.keys():
+        yield (f"data.chat_template_kwargs.{name}: the trainer sets this itself; take it out")
     lora = config.model.lora
     # vLLM allocates room for adapters up to its largest rank only.
     if lora.base_stays_in_engine and lora.rank > ADAPTER_RANKS[-1]:

@@ -62,11 +62,11 @@ ROOM_TOKENS = {
     "diagnosis": 10_800,
     "checks": 18_360,
     "signals": 14_200,
-    "parts": 3_300,
+    "parts": 3_420,
     "loop": 800,
     "train": 600,
     "demo": 4_800,
-    "tools": 54_000,
+    "tools": 54_300,
     "cli": 900,
     "api": 1_000,
 }
