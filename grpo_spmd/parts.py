@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from grpo_spmd.checkpoint.restore import find_start
+from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
@@ -454,6 +454,40 @@ def open_sampling(
     )
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     return Sampling(environments, rewards, engine, policy, score)
+
+
+def evaluate_alone(
+    config: Config, inputs: Inputs, checkpoint: Path, trainer: dict[str, Any]
+) -> dict[str, Any]:
+    """Collective. Returns the metrics of all held-out sets, without a training.
+
+    The policy is that of `checkpoint`, whose trainer.json is `trainer`, or without one the model of
+    model.path. Raises ConfigError.
+    """
+    Path(config.run_dir, "logs").mkdir()
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    held_out = build_held_out(config, inputs, tokenizer)
+    session = start_session(config.model.num_replicas, config.watchdog)
+    log_to_terminal(session.rank)
+    preemption = Preemption(config.training.max_time_s)
+    config = decide_memory(config, trainer.get("config", {}), session)
+    sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
+    if trainer:
+        # The optimizer is dropped as soon as the policy is there.
+        load_state(sampling.policy, open_updater(config, sampling.policy), checkpoint, trainer)
+    step = trainer.get("step", 0)
+    epoch = trainer.get("position", 0) / len(inputs.rows)
+    sampling.rewards.begin_step(TrainerState(step, config.training.num_steps, epoch))
+    bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
+    weight_sync = WeightSync(sampling.policy, sampling.engine, bucket_bytes)
+    set_collective_timeouts(config.watchdog)
+    preemption.begin_step()
+    doctor.enter_phase("weight_sync", step + 1)
+    weight_sync.sync(step + 1)
+    doctor.enter_phase("eval", step + 1)
+    metrics = sampling.open_evaluator(config, held_out).evaluate(step)
+    sampling.close()
+    return {"step": step, **metrics}
 
 
 def make_step_rules(

@@ -80,7 +80,7 @@ class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
     def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
-        """Without a `tokenizer` no completion is searched for the texts of `rollout.stop`."""
+        """Only a rollout with stop strings needs the `tokenizer`."""
         self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
@@ -360,7 +360,7 @@ class BatchCheck:
 
     def _has_stop_string(self, ids: Sequence[int], before: str = "") -> bool:
         """Returns whether one of `rollout.stop` is in the text of these tokens, after `before`."""
-        if not self._rollout.stop or self._tokenizer is None:
+        if not self._rollout.stop:
             return False
         text = before + self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False

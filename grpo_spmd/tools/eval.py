@@ -23,13 +23,11 @@ from grpo_spmd.checkpoint.manifest import (
     verify_checkpoint,
 )
 from grpo_spmd.checkpoint.run_dir import check_same_run
-from grpo_spmd.checks.inputs import Inputs, check_inputs
+from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
-from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.doctor import enter_phase
 from grpo_spmd.files import show
 from grpo_spmd.tools.export import check_is_checkpoint
 from grpo_spmd.train import listen, torch_process
@@ -73,51 +71,14 @@ def main() -> None:
     except (ConfigError, CheckpointError) as error:
         refuse(ConfigError(str(error)))
     with torch_process(), tempfile.TemporaryDirectory(prefix="grpo_spmd_eval_") as scratch:
-        metrics = evaluate(replace(config, run_dir=scratch), inputs, checkpoint, trainer)
+        from grpo_spmd.parts import evaluate_alone
+
+        metrics = evaluate_alone(replace(config, run_dir=scratch), inputs, checkpoint, trainer)
         if os.environ.get("RANK", "0") == "0":
             for name, value in metrics.items():
                 show(f"{name:40}  {'unknown' if value is None else format(value, '.6g')}")
             if args.json is not None:
                 args.json.write_text(json.dumps(metrics) + "\n", encoding="utf-8")
-
-
-def evaluate(
-    config: Config, inputs: Inputs, checkpoint: Path, trainer: dict[str, Any]
-) -> dict[str, Any]:
-    """Collective. Returns the metrics of all held-out sets.
-
-    The policy is that of `checkpoint`, whose trainer.json is `trainer`, or without one the model of
-    model.path. Raises ConfigError.
-    """
-    from grpo_spmd import parts
-    from grpo_spmd.checkpoint.restore import load_state
-
-    Path(config.run_dir, "logs").mkdir()
-    tokenizer = parts.load_tokenizer(config.model.path, config.data.chat_template_kwargs)
-    held_out = parts.build_held_out(config, inputs, tokenizer)
-    session = parts.start_session(config.model.num_replicas, config.watchdog)
-    parts.log_to_terminal(session.rank)
-    preemption = parts.Preemption(config.training.max_time_s)
-    config = parts.decide_memory(config, trainer.get("config", {}), session)
-    sampling = parts.open_sampling(config, inputs, tokenizer, session, preemption, held_out)
-    if trainer:
-        # The optimizer is dropped as soon as the policy is there.
-        load_state(
-            sampling.policy, parts.open_updater(config, sampling.policy), checkpoint, trainer
-        )
-    step = trainer.get("step", 0)
-    epoch = trainer.get("position", 0) / len(inputs.rows)
-    sampling.rewards.begin_step(parts.TrainerState(step, config.training.num_steps, epoch))
-    bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
-    weight_sync = parts.WeightSync(sampling.policy, sampling.engine, bucket_bytes)
-    parts.set_collective_timeouts(config.watchdog)
-    preemption.begin_step()
-    enter_phase("weight_sync", step + 1)
-    weight_sync.sync(step + 1)
-    enter_phase("eval", step + 1)
-    metrics = sampling.open_evaluator(config, held_out).evaluate(step)
-    sampling.close()
-    return {"step": step, **metrics}
 
 
 if __name__ == "__main__":
