@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 from grpo_spmd.checkpoint.run_dir import let_go
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.checks.trials import try_and_tell
+from grpo_spmd.config.describe import flat
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
 from grpo_spmd.config.schema import Config
@@ -61,7 +63,8 @@ def run(
     **{"optimizer.lr": 1e-6}. `rewards` replace the config's rewards. An entry is a function
     fn(prompts, completions, completion_ids, **columns), a pair (function, weight), or a mapping as
     in YAML, whose "function" may be a function too. Rewards are computed in separate processes,
-    with the usual time limits.
+    with the usual time limits. data.train and the sets of data.eval may be lists of rows or
+    Datasets, which are written to files for the time of the run.
 
     After one Ctrl-C the run saves and returns; a second one raises KeyboardInterrupt. Raises
     ConfigError for what cannot be used, and RuntimeError with the run's report for anything else.
@@ -85,7 +88,16 @@ def run(
     elif rewards is not None:
         kind = type(rewards).__name__
         raise ConfigError(f"rewards must be a list, as in rewards=[fn]; got {kind}")
-    with registered(functions):
+    for name, value in flat({**tree, "rewards": None, "data": None}).items():
+        if callable(value):
+            raise ConfigError(
+                f"{name} is an object of Python; give what a config has: of a model its folder or "
+                'hub id, of a class or function "file.py:name"'
+            )
+    with tempfile.TemporaryDirectory(prefix="grpo_spmd_data_") as folder, registered(functions):
+        data = tree.get("data") or {}
+        for name in {"train", "eval"} & {*data}:
+            data[name] = _source(data[name], Path(folder, f"{name}.jsonl"))
         return _train(build_config(tree, on_cpu=trains_on_cpu()))
 
 
@@ -148,6 +160,23 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value
+
+
+def _source(rows: Any, file: Path) -> Any:
+    """Writes rows to `file` and returns its path; a source as in YAML is returned as it is."""
+    if rows is None or isinstance(rows, str):
+        return rows
+    if isinstance(rows, Mapping):
+        return {
+            name: _source(rows[name], file.with_name(f"{i}.jsonl")) for i, name in enumerate(rows)
+        }
+    try:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    except TypeError as error:
+        raise ConfigError(
+            f"data: {error}; give a list or Dataset of rows that JSON can hold, or a file"
+        ) from None
+    return str(file)
 
 
 def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:

@@ -26,6 +26,7 @@ from grpo_spmd.files import hold_standard_streams, show
 _COMMANDS = {
     "checkup": "Check whether this machine, or these ranks, are fit for a run",
     "demo": "Make the models, tokenizers and prompts of the built-in demos",
+    "eval": "Evaluate a checkpoint or a model, without training",
     "export": "Write a checkpoint as a model folder for transformers and vLLM",
     "plan": "Work out memory by phase and time of a step, without a GPU",
     "port": "Translate a script of TRL, verl or OpenRLHF into a config",

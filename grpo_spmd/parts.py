@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import yaml
 
-from grpo_spmd.checkpoint.restore import find_start
+from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checkpoint.state import run_facts
@@ -46,7 +46,7 @@ from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
-from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.learn.update import PolicyUpdater, ValueHead
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
@@ -68,12 +68,13 @@ from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.switches import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
-from grpo_spmd.records import MicroBatch, Prompt, ScoredRollouts
+from grpo_spmd.records import MicroBatch
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import Reward, watched_rewards
+from grpo_spmd.rewards.scorers import Scorers
 from grpo_spmd.rewards.trl import TrainerState
 from grpo_spmd.rollout.buffer import RolloutBuffer
-from grpo_spmd.rollout.evaluate import Evaluator
+from grpo_spmd.rollout.evaluate import Evaluator, HeldOut
 from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, open_tail
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
@@ -85,18 +86,52 @@ _log = logging.getLogger("grpo_spmd")
 
 
 @dataclass
-class Run:
+class Sampling:
+    """The parts that sample and score, in a training and in an evaluation alone."""
+
+    environments: Environments | None
+    rewards: RewardPool
+    engine: RolloutEngine
+    policy: Policy
+    score: Scorers
+
+    def open_evaluator(
+        self, config: Config, held_out: HeldOut, writer: RolloutWriter | None = None
+    ) -> Evaluator:
+        """Returns the evaluator of these sets; with a `writer` it dumps its completions."""
+        return Evaluator(
+            held_out,
+            self.engine,
+            self.score,
+            config.eval,
+            config.seed,
+            config.reward_pool.max_error_frac,
+            writer,
+            self.environments,
+            # The first reward says what is correct, whatever its weight.
+            watched_rewards=watched_rewards(self.score.weights) - {*[*self.score.weights][:1]},
+        )
+
+    def close(self) -> None:
+        """Collective. Ends all processes and the engine, on all ranks together."""
+        self.rewards.close()
+        if self.environments is not None:
+            self.environments.close()
+        # No rank may end before every rank has saved.
+        barrier()
+        with bounded_teardown():
+            self.engine.shutdown()
+            end_session()
+
+
+@dataclass
+class Run(Sampling):
     """The parts of a run on this rank. All ranks have the same parts."""
 
     config: Config
     session: Session
     preemption: Preemption
     stream: PromptStream | TailStream
-    rewards: RewardPool
-    score: Callable[..., ScoredRollouts]
-    environments: Environments | None
-    engine: RolloutEngine
-    policy: Policy
     reference: Callable[[MicroBatch], Scores] | None
     updater: PolicyUpdater
     signals: Signals
@@ -175,14 +210,7 @@ class Run:
         # After a preemption the launch has ended already, and this does nothing.
         self.launch.end("done")
         self.log.close()
-        self.rewards.close()
-        if self.environments is not None:
-            self.environments.close()
-        # No rank may end before every rank has saved.
-        barrier()
-        with bounded_teardown():
-            self.engine.shutdown()
-            end_session()
+        super().close()
 
 
 def open_run(config: Config, inputs: Inputs) -> Run | None:
@@ -193,13 +221,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     left in the run folder.
     """
     # The process group does not exist yet: each rank encodes the prompts for itself.
-    tokenizer = load_tokenizer(config.model.path)
-    num_per_step = config.rollout.num_prompts_per_step
-    prompts = build_prompts(inputs.rows, tokenizer, config.data, num_per_step)
-    held_out: dict[str, Sequence[Prompt]] = {
-        name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
-        for name, rows in inputs.eval_rows.items()
-    }
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    prompts = build_prompts(
+        inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
+    )
+    held_out = build_held_out(config, inputs, tokenizer)
     session = start_session(config.model.num_replicas, config.watchdog)
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
@@ -224,46 +250,15 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         return None
     config = decide_memory(config, start.trainer.get("config", {}), session)
     facts = replace(facts, config=flatten_config(config))
-    environments = open_environments(
-        config, inputs.rewards, tokenizer, session, preemption.check_scoring
-    )
-    rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
-    # A model that cannot be trained is refused before the engine starts, which takes minutes.
-    refuse_untrainable(config.model.path, config.max_rollout_tokens)
-    choose_fused_kernel(config.model.logprob_kernel, session.device)
-    stop_ids = stop_token_ids(config.model.path, tokenizer)
-    # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
-    # the memory to the policy.
-    engine = RolloutEngine(
-        config.model,
-        config.rollout,
-        engine_tokens(config),
-        session,
-        stop_ids,
-        preemption.should_abort,
-        most_sequences(config, session.world_size, sum(map(len, held_out.values()))),
-    )
+    sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
+    environments, rewards = sampling.environments, sampling.rewards
+    engine, policy, score = sampling.engine, sampling.policy, sampling.score
     temperature = config.rollout.temperature
-    policy = build_policy(
-        config.model,
-        temperature,
-        session,
-        seed=config.seed,
-        max_rollout_tokens=config.max_rollout_tokens,
-    )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
-    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     # A second stream, for the teachers only: it looks up prompts and never advances.
     prompt_at = PromptStream(prompts, config.seed, config.data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
-    updater = PolicyUpdater(
-        policy,
-        config.optimizer,
-        config.loss,
-        config.policy_training,
-        max_completion_tokens=config.rollout.max_completion_tokens,
-        value_head=signals.value_head,
-    )
+    updater = open_updater(config, policy, signals.value_head)
     for sentence in weakened_proofs(facts.config):
         _log.warning(sentence)
     # The running check recomputes what the updater does, from the same settings.
@@ -274,7 +269,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         bound_factor=config.proofs.bound_factor,
         model_path=config.model.path,
         dtype=config.model.dtype,
-        stop_ids=frozenset(stop_ids),
+        stop_ids=frozenset(stop_token_ids(config.model.path, tokenizer)),
         data=config.data,
         rollout=config.rollout,
         advantage=config.advantage,
@@ -309,17 +304,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         is_named=config.checkpoint.rollout_buffer,
     )
     writer = RolloutWriter(run_dir, config.logging, session)
-    evaluator = Evaluator(
-        held_out,
-        engine,
-        score,
-        config.eval,
-        config.seed,
-        config.reward_pool.max_error_frac,
-        writer if config.logging.rollouts_every_steps > 0 else None,
-        environments,
-        # The first reward says what is correct, whatever its weight.
-        watched_rewards=watched_rewards(score.weights) - {*[*score.weights][:1]},
+    evaluator = sampling.open_evaluator(
+        config, held_out, writer if config.logging.rollouts_every_steps > 0 else None
     )
     checkpoints = Checkpoints(
         run_dir,
@@ -384,15 +370,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         tokenizer=tokenizer,
     )
     return Run(
+        **vars(sampling),
         config=config,
         session=session,
         preemption=preemption,
         stream=stream,
-        rewards=rewards,
-        score=score,
-        environments=environments,
-        engine=engine,
-        policy=policy,
         reference=reference,
         updater=updater,
         signals=signals,
@@ -411,6 +393,101 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         launch=launch,
         num_finished_steps=start.step,
     )
+
+
+def open_updater(
+    config: Config, policy: Policy, value_head: ValueHead | None = None
+) -> PolicyUpdater:
+    """Returns the policy's optimizer and loss; `value_head` is a critic's on the policy."""
+    return PolicyUpdater(
+        policy,
+        config.optimizer,
+        config.loss,
+        config.policy_training,
+        config.rollout.max_completion_tokens,
+        value_head,
+    )
+
+
+def build_held_out(config: Config, inputs: Inputs, tokenizer: Any) -> HeldOut:
+    """Returns the prompts of each set of `data.eval`."""
+    num_per_step = config.rollout.num_prompts_per_step
+    return {
+        name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
+        for name, rows in inputs.eval_rows.items()
+    }
+
+
+def open_sampling(
+    config: Config,
+    inputs: Inputs,
+    tokenizer: Any,
+    session: Session,
+    preemption: Preemption,
+    held_out: HeldOut,
+) -> Sampling:
+    """Collective. Opens environments, rewards, engine and policy. Raises ConfigError."""
+    environments = open_environments(
+        config, inputs.rewards, tokenizer, session, preemption.check_scoring
+    )
+    rewards, scorers = open_rewards(config, inputs, tokenizer, session, preemption, environments)
+    # A model that cannot be trained is refused before the engine starts, which takes minutes.
+    refuse_untrainable(config.model.path, config.max_rollout_tokens)
+    choose_fused_kernel(config.model.logprob_kernel, session.device)
+    # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
+    # the memory to the policy.
+    engine = RolloutEngine(
+        config.model,
+        config.rollout,
+        engine_tokens(config),
+        session,
+        stop_token_ids(config.model.path, tokenizer),
+        preemption.should_abort,
+        most_sequences(config, session.world_size, sum(map(len, held_out.values()))),
+    )
+    policy = build_policy(
+        config.model,
+        config.rollout.temperature,
+        session,
+        seed=config.seed,
+        max_rollout_tokens=config.max_rollout_tokens,
+    )
+    score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
+    return Sampling(environments, rewards, engine, policy, score)
+
+
+def evaluate_alone(
+    config: Config, inputs: Inputs, checkpoint: Path, trainer: dict[str, Any]
+) -> dict[str, Any]:
+    """Collective. Returns the metrics of all held-out sets, without a training.
+
+    The policy is that of `checkpoint`, whose trainer.json is `trainer`, or without one the model of
+    model.path. Raises ConfigError.
+    """
+    Path(config.run_dir, "logs").mkdir()
+    tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
+    held_out = build_held_out(config, inputs, tokenizer)
+    session = start_session(config.model.num_replicas, config.watchdog)
+    log_to_terminal(session.rank)
+    preemption = Preemption(config.training.max_time_s)
+    config = decide_memory(config, trainer.get("config", {}), session)
+    sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
+    if trainer:
+        # The optimizer is dropped as soon as the policy is there.
+        load_state(sampling.policy, open_updater(config, sampling.policy), checkpoint, trainer)
+    step = trainer.get("step", 0)
+    epoch = trainer.get("position", 0) / len(inputs.rows)
+    sampling.rewards.begin_step(TrainerState(step, config.training.num_steps, epoch))
+    bucket_bytes = config.rollout.sync_bucket_bytes(session.device.type)
+    weight_sync = WeightSync(sampling.policy, sampling.engine, bucket_bytes)
+    set_collective_timeouts(config.watchdog)
+    preemption.begin_step()
+    doctor.enter_phase("weight_sync", step + 1)
+    weight_sync.sync(step + 1)
+    doctor.enter_phase("eval", step + 1)
+    metrics = sampling.open_evaluator(config, held_out).evaluate(step)
+    sampling.close()
+    return {"step": step, **metrics}
 
 
 def make_step_rules(

@@ -13,6 +13,8 @@ import faulthandler
 import os
 import shutil
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.inputs import check_inputs
@@ -30,12 +32,7 @@ from grpo_spmd.model.config_json import read_model
 
 def main() -> None:
     """Runs the command."""
-    # Until the ranks have joined, nothing else would tell this one that torchrun was killed.
-    # Without torchrun the parent is a shell, which a run may outlive.
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGKILL)
-    hold_standard_streams()
-    interrupt.listen()
+    listen()
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.train",
@@ -88,15 +85,32 @@ def main() -> None:
         show(summary)
         return
 
+    with torch_process():
+        with startup.garbage_collector_off():
+            from grpo_spmd.loop import train
+
+        train(config, inputs)
+
+
+@contextmanager
+def torch_process() -> Iterator[None]:
+    """Ends this process with its block, which imports torch and vLLM and runs on them."""
     prepare_torch()
     startup.begin("importing torch and vLLM")
     # A crash in C prints where Python was.
     faulthandler.enable()
     with exit_with_outcome():
-        with startup.garbage_collector_off():
-            from grpo_spmd.loop import train
+        yield
 
-        train(config, inputs)
+
+def listen() -> None:
+    """Makes the process end with torchrun and, until training begins, at Ctrl-C."""
+    # Until the ranks have joined, nothing else would tell this one that torchrun was killed.
+    # Without torchrun the parent is a shell, which a run may outlive.
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent(signal.SIGKILL)
+    hold_standard_streams()
+    interrupt.listen()
 
 
 def prepare_torch() -> None:

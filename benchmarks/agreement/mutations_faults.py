@@ -152,7 +152,7 @@ FAULTS = (
     Fault(
         "wrong temperature: the policy is built without it",
         "parts.py",
-        "        temperature,\n        session,\n        seed=config.seed",
+        "        config.rollout.temperature,\n        session,\n        seed=config.seed",
         "        1.0,\n        session,\n        seed=config.seed",
         (),
         _COOL,
@@ -503,16 +503,16 @@ FAULTS = (
     Fault(
         "evaluation at the training's temperature",
         "rollout/evaluate.py",
-        "            temperature=self.config.temperature,\n",
-        "            temperature=None,\n",
+        "            evaluation=self.config,\n",
+        "            evaluation=None,\n",
         (_EVALUATE,),
         ("eval.every_steps=2", "data.eval={made}/train.jsonl", "eval.temperature=0.6"),
     ),
     Fault(
         "evaluation of episodes at the training's temperature",
         "episodes/environments.py",
-        '            "temperature": temperature,\n',
-        '            "temperature": None,\n',
+        '            "evaluation": evaluation,\n',
+        '            "evaluation": None,\n',
         (_EVALUATE,),
     ),
     Fault(

@@ -25,11 +25,12 @@ _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}
 """The open descriptor of each lock file that this process has locked."""
-# A run with other values of these keys is another run: they set the order of its prompts, its
-# random numbers or the shapes of its trained tensors.
+# A run with other values of these keys is another run: they set the order or the form of its
+# prompts, its random numbers or the shapes of its trained tensors.
 _FIXED_KEYS = (
     "seed",
     "data.shuffle",
+    "data.chat_template_kwargs",
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.target_modules",
@@ -140,6 +141,8 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if repr(recorded.get(key)) != repr(config.get(key))
         # what was decided for the run stays decided
         and not (key in DECIDED_KEYS and config.get(key) == "auto")
+        # a checkpoint from before a mapping was a key does not have it
+        and not (config.get(key) == {} and key not in recorded)
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)

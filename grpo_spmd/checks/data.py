@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import heapq
 import json
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -49,7 +50,7 @@ def check_prompts_early(
             if settings is not None and not any(folder.glob("*chat_template*")):
                 raise ConfigError(no_template(rows[first_chat].where))
             return
-        render = renderer(template, settings)
+        render = renderer(template, settings, variables=config.chat_template_kwargs)
         if render is None:
             return
     # Other tokenizers are left to transformers.
@@ -77,16 +78,28 @@ class PromptView:
     """Why the chat template fails for the first prompt."""
 
 
-def view_prompts(rows: Sequence[PromptRow], folder: Path | None) -> PromptView:
-    """Returns what the model in `folder` sees of the prompts. `check_prompts_early` has passed."""
+def view_prompts(
+    rows: Sequence[PromptRow], folder: Path | None, variables: Mapping[str, Any]
+) -> PromptView:
+    """Returns what the model in `folder` sees of the prompts. `check_prompts_early` has passed.
+
+    `variables` are for its chat template. Raises ConfigError for one that the template never reads.
+    """
     prompt = rows[0].prompt
     plain_text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
     settings = None if folder is None else tokenizer_settings(folder)
     if folder is None or settings is None:
         return PromptView(plain_text)
     template = template_of(folder, settings)
-    render = None if template is None else renderer(template, settings)
+    render = None if template is None else renderer(template, settings, variables=variables)
     has_template = template is not None or (any(folder.glob("*chat_template*")) and None)
+    for name in () if has_template is None else variables:
+        # A misspelt name would change nothing, without a word.
+        if not re.search(rf"\b{re.escape(name)}\b", template or ""):
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: the chat template of {folder} reads no such "
+                "variable; take it out"
+            )
 
     def text_of(prompt: str | Messages) -> str:
         if isinstance(prompt, str):
@@ -201,7 +214,8 @@ def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     digests = {path.name: digest_of(path) for path in paths}
     versions = versions_of("tokenizers", "jinja2")
-    return [digests, versions, config.max_prompt_tokens, config.on_long_prompt]
+    limits = [config.max_prompt_tokens, config.on_long_prompt]
+    return [digests, versions, limits, config.chat_template_kwargs]
 
 
 def load_tokenizer_file(file: Path) -> Any:
@@ -273,10 +287,17 @@ def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
     return template if isinstance(template, str) else None
 
 
-def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True) -> Render | None:
+def renderer(
+    template: str,
+    settings: dict[str, Any],
+    variables: Mapping[str, Any] | None = None,
+    *,
+    opens_turn: bool = True,
+) -> Render | None:
     """Returns the template as transformers compiles it; None if only transformers can compile it.
 
-    `opens_turn` adds the generation prompt. Raises ConfigError, which names model.path."""
+    `opens_turn` adds the generation prompt, `variables` are further ones of the template. Raises
+    ConfigError, which names model.path."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -308,7 +329,7 @@ def renderer(template: str, settings: dict[str, Any], *, opens_turn: bool = True
 
     def render(messages: Messages) -> str:
         return compiled.render(
-            **_special_tokens(settings),
+            **_special_tokens(settings) | {**(variables or {})},
             messages=messages,
             tools=None,
             documents=None,

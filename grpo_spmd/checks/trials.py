@@ -47,7 +47,8 @@ def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) 
     """
     if os.environ.get("RANK", "0") != "0":
         return ""
-    view = view_prompts(inputs.rows, local_folder(config.model.path))
+    folder = local_folder(config.model.path)
+    view = view_prompts(inputs.rows, folder, config.data.chat_template_kwargs)
     if config.environment.is_on and view.has_template is False:
         raise ConfigError(
             f"environment: {config.model.path} has no chat template, which a conversation needs; "

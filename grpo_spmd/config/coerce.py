@@ -38,7 +38,7 @@ from grpo_spmd.config.schema import Config, FilePath, RewardConfig
 
 # Control characters and line separators. In a path or a name they only mislead.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-_MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine")
+_MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine", "stop")
 NULLS = (None, "None", "null")
 _MAX_NUMBER = 1 << 63
 # The limits of Linux.

@@ -27,6 +27,9 @@ from grpo_spmd.config.schema import (
     TeacherConfig,
 )
 
+# The variables of chat templates that the trainer sets.
+_TEMPLATE_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
+
 
 def check_rules(config: Config) -> None:
     """Raises ConfigError for the first combination of keys that cannot work."""
@@ -70,6 +73,8 @@ def _errors(config: Config) -> Iterator[str]:
             "data.prompt_template names no column in braces, as {question} does, "
             f"so that all prompts were alike; got {template!r}"
         )
+    for name in _TEMPLATE_VARIABLES & config.data.chat_template_kwargs.keys():
+        yield (f"data.chat_template_kwargs.{name}: the trainer sets this itself; take it out")
     lora = config.model.lora
     # vLLM allocates room for adapters up to its largest rank only.
     if lora.base_stays_in_engine and lora.rank > ADAPTER_RANKS[-1]:

@@ -46,6 +46,7 @@ NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Beta = Annotated[float, Meta(ge=0, lt=1)]
 
+StopString = Annotated[str, Meta(min_length=1)]
 
 # The name of a file or folder.
 FilePath = Annotated[str, Meta(title="path")]
@@ -128,6 +129,8 @@ class DataConfig:
     """render a string prompt with the tokenizer's chat template, as one user message"""
     system_prompt: str | None = None
     """system message for chat prompts that have none"""
+    chat_template_kwargs: dict[str, Any] = _no_entries()
+    """variables for the policy's chat template, wherever it is used: {enable_thinking: false}"""
     max_prompt_tokens: PositiveInt = 512
     """most tokens of a prompt"""
     on_long_prompt: Literal["error", "drop"] = "error"
@@ -159,6 +162,9 @@ class RolloutConfig:
     # vLLM silently samples at 0.01 where less is asked for.
     temperature: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """sampling temperature; the policy's logprobs are computed at the same one"""
+    stop: tuple[StopString, ...] = ()
+    """texts that end a completion, or a turn of an episode, as soon as they are sampled; they stay
+    part of it, also in evaluations: ["</answer>"]"""
     tensor_parallel_size: PositiveInt | Literal["auto"] = "auto"
     """ranks that share one engine. auto: the fewest of 1, 2, 4 and 8 with which the engine fits by
     the planner, on a CPU 1"""
@@ -631,6 +637,8 @@ class EvalConfig:
     """completions for each prompt"""
     temperature: Annotated[float, Meta(ge=0, le=100)] = 1.0
     """sampling temperature of the evaluation; 0: greedy"""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """sample from the likeliest tokens that have this probability together; 1: from all tokens"""
 
 
 @dataclass(frozen=True, kw_only=True)

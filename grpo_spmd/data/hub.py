@@ -132,5 +132,5 @@ def need_datasets(source: str, key: str) -> None:
     if importlib.util.find_spec("datasets") is None:
         raise ConfigError(
             f"{key}: {source} needs the package datasets, which is not installed; pip install "
-            "'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+            "datasets, or give a .jsonl or .parquet file"
         )

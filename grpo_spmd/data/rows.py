@@ -403,6 +403,8 @@ def _conversion_hint(source: str) -> str:
             f': python -c "import csv,json,sys; [print(json.dumps(row)) for row in {reader}]" < '
             f"{source} > {Path(source).stem}.jsonl"
         )
+    if Path(source).is_dir():
+        return "; it is a folder: give a file of it (datasets.load_from_disk and to_parquet)"
     return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 

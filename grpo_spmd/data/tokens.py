@@ -140,7 +140,7 @@ def build_prompts(
         tokenizer_inputs = _tokenizer_inputs(tokenizer)
         if tokenizer_inputs is not None:
             limits = [config.max_prompt_tokens, config.on_long_prompt, is_eval]
-            inputs = [rows.inputs, tokenizer_inputs, limits]
+            inputs = [rows.inputs, tokenizer_inputs, limits, config.chat_template_kwargs]
     prompts = Prompts(rows, load_or_make("tokens", inputs, num_bytes, make, source))
     num_dropped = len(rows) - len(prompts)
     check_enough_rows(len(prompts), config, per_step, num_dropped=num_dropped, eval_set=eval_set)

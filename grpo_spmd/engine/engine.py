@@ -107,8 +107,8 @@ class RolloutEngine:
         self._sleep_check = SleepCheck(session.device)
         # Equal on all ranks, since it names the queue of a call of `generate_shared`.
         self._num_shared_calls = 0
-        # The temperatures of all requests since the last call of `take_temperatures`.
-        self._temperatures: set[float] = set()
+        # (temperature, top_p) of all requests since the last call of `take_sampling`.
+        self._sampling: set[tuple[float, float]] = set()
         _log.info(
             "starting vLLM: %d engines of %d ranks, on %s",
             self.num_engines,
@@ -311,7 +311,8 @@ class RolloutEngine:
         VLLM_BATCH_INVARIANT=1 is set. Versions of vLLM draw other completions from the same seed
         (0.26 by Philox, 0.33 by Murmur3).
         Logprobs are those of the distribution that was sampled from (greedy: of temperature 1). A
-        completion with finish_reason "stop" ends with the stop token. Raises EngineStateError if
+        completion with finish_reason "stop" ends with the stop token, or with the token that
+        completes one of `rollout.stop`. Raises EngineStateError if
         the engine is asleep or holds another version than `policy_version`."""
         ids = [(0, number) for number in range(len(requests))]
         hooks = GenerationHooks(lambda _, number, turns: None if turns else requests[number])
@@ -499,11 +500,12 @@ class RolloutEngine:
                 f"{policy_version}"
             )
 
-    def take_temperatures(self) -> list[float]:
-        """Returns the temperatures that vLLM was asked to sample at since the last call."""
-        temperatures = sorted(self._temperatures)
-        self._temperatures.clear()
-        return temperatures
+    def take_sampling(self) -> list[tuple[float, float]]:
+        """Returns (temperature, top_p) of all that vLLM was asked to sample since the last
+        call."""
+        sampling = sorted(self._sampling)
+        self._sampling.clear()
+        return sampling
 
     # vLLM gives each request a generator of its own from its seed: the order of the requests does
     # not change what is sampled.
@@ -517,19 +519,26 @@ class RolloutEngine:
             if request.is_rollout:
                 max_tokens = min(max_tokens, rollout.max_completion_tokens)
             temperature = request.temperature
+            stop = [*rollout.stop] if request.ends_at_stops else []
             params = SamplingParams(
                 max_tokens=max_tokens,
                 temperature=rollout.temperature if temperature is None else temperature,
+                top_p=request.top_p,
                 seed=request.seed,
                 stop_token_ids=self._stop_token_ids,
+                # vLLM looks for stop strings in the text, token by token. The last token may end
+                # beyond the string; it stays as it was sampled.
+                stop=stop,
+                include_stop_str_in_output=True,
+                skip_special_tokens=False,
+                detokenize=bool(stop),
                 # 0 asks for the logprob of the sampled token alone, None for no logprobs.
                 logprobs=0 if request.is_rollout else None,
                 flat_logprobs=True,
-                detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            # vLLM's own: it raises very low ones to 0.01.
-            self._temperatures.add(params.temperature)
+            # vLLM's own: it raises very low temperatures to 0.01, and greedy ones have top_p 1.
+            self._sampling.add((params.temperature, params.top_p))
             self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_ids},

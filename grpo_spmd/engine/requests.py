@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
 
+from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.distributed.collectives import find_differing_ranks, on_first_in_group
 from grpo_spmd.records import Completion, Prompt
 
@@ -40,6 +41,24 @@ class Request:
     """False if nobody trains on the completion.
 
     Then only `max_tokens` bounds it, and it has no logprobs."""
+    top_p: float = 1.0
+    ends_at_stops: bool = True
+    """True if `rollout.stop` ends it too."""
+
+
+def policy_request(
+    prompt_ids: list[int],
+    seed: int | None,
+    evaluation: EvalConfig | None,
+    max_tokens: int | None = None,
+) -> Request:
+    """Returns the request of a rollout, or of an evaluation with these settings.
+
+    Nobody reads the logprobs of an evaluation."""
+    if evaluation is None:
+        return Request(prompt_ids, seed, max_tokens=max_tokens)
+    temperature, top_p = evaluation.temperature, evaluation.top_p
+    return Request(prompt_ids, seed, temperature, max_tokens, is_rollout=False, top_p=top_p)
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,9 @@ def start_vllm(
         "dtype": model.dtype,
         "max_model_len": max_rollout_tokens,
         "load_format": "dummy",
-        "skip_tokenizer_init": True,
+        # Prompts are tokens. Only stop strings are found in text.
+        "skip_tokenizer_init": not rollout.stop,
+        "tokenizer_mode": "hf",
         "disable_log_stats": True,
         "distributed_executor_backend": "external_launcher",
         # Every request brings its own seed.

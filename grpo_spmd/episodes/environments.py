@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
+from grpo_spmd.config.schema import EnvironmentConfig, EvalConfig, RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import (
@@ -166,7 +166,7 @@ class Environments:
         task: Callable[[ConversationId], EpisodeTask],
         policy_version: int,
         *,
-        temperature: float | None = None,
+        evaluation: EvalConfig | None = None,
         finished: OnCompletion | None = None,
         expected: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
@@ -188,7 +188,7 @@ class Environments:
             "chat": self._chat,
             "limits": self._limits,
             "task": task,
-            "temperature": temperature,
+            "evaluation": evaluation,
             "discount": self._config.discount,
             "finished": finished,
         }

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.engine.requests import (
     LATER,
     ConversationId,
@@ -21,6 +22,7 @@ from grpo_spmd.engine.requests import (
     Later,
     OnCompletion,
     Request,
+    policy_request,
 )
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.conversation_tree import ConversationTree, TreeTurn
@@ -69,7 +71,8 @@ class Episodes:
     limits: EpisodeLimits
     task: Callable[[ConversationId], EpisodeTask]
     """It returns a conversation's prompt and seeds."""
-    temperature: float | None
+    evaluation: EvalConfig | None
+    """The settings of an evaluation; None for rollouts."""
     discount: float | None
     finished: OnCompletion | None = None
     """It is called with each completion."""
@@ -148,12 +151,9 @@ class Episodes:
         state = episode.open
         # A status means that the episode is over: it needs rewards, and no further turn.
         if state.status is None:
-            request = Request(
-                prompt_ids=list(state.context_ids),
-                seed=episode.seed(len(state.turns)),
-                temperature=self.temperature,
-                max_tokens=state.max_turn_tokens(),
-                is_rollout=self.temperature is None,
+            seed = episode.seed(len(state.turns))
+            request = policy_request(
+                [*state.context_ids], seed, self.evaluation, max_tokens=state.max_turn_tokens()
             )
             self.requests.append((episode.conversation, request))
         elif state.turns:
@@ -310,13 +310,9 @@ class AgentEpisodes(Episodes):
                 self.endpoint.refuse(call, error)
                 continue
             session.sampling = (call, turn)
-            request = Request(
-                prompt_ids=turn.context_ids,
-                seed=self.running[conversation].seed(turn.key),
-                temperature=self.temperature,
-                max_tokens=min(turn.max_tokens, self.limits.max_turn_tokens),
-                is_rollout=self.temperature is None,
-            )
+            seed = self.running[conversation].seed(turn.key)
+            max_tokens = min(turn.max_tokens, self.limits.max_turn_tokens)
+            request = policy_request(turn.context_ids, seed, self.evaluation, max_tokens=max_tokens)
             self.requests.append((conversation, request))
             return
 

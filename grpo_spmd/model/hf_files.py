@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +27,23 @@ _MAX_LINE = 300  # characters of another library's error
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
-def load_tokenizer(path: str) -> Any:
-    """Returns the model's tokenizer. Raises ConfigError if it cannot be loaded."""
+def load_tokenizer(path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> Any:
+    """Returns the model's tokenizer, whose chat template always gets these variables.
+
+    Raises ConfigError if it cannot be loaded.
+    """
     try:
-        return transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception; a damaged file any other
         raise ConfigError(
             f"model.path: cannot load a tokenizer from {path}: {first_line(error)}"
         ) from None
+    if chat_template_kwargs:
+        # Bound here, so that no prompt, turn or judge can be rendered without them.
+        tokenizer.apply_chat_template = partial(
+            tokenizer.apply_chat_template, **chat_template_kwargs
+        )
+    return tokenizer
 
 
 def load_config(path: str) -> Any:

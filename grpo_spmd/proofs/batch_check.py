@@ -79,7 +79,9 @@ _Row = dict[str, Any]
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(self, settings: UpdateCheckSettings) -> None:
+    def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
+        """Only a rollout with stop strings needs the `tokenizer`."""
+        self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
         self._loss = settings.loss
@@ -321,8 +323,8 @@ class BatchCheck:
                 self._check_turns(result, completion)
 
     def _check_turns(self, result: CheckResult, completion: Completion) -> None:
-        """Checks that each turn of a completion ends at its first stop token or at the length
-        limit. A completion without an episode is one turn."""
+        """Checks that each turn of a completion ends at its first stop token or stop string, or at
+        the length limit. A completion without an episode is one turn."""
         episode = completion.episode
         turns = completion_turns(completion)
         if episode is not None:
@@ -337,22 +339,34 @@ class BatchCheck:
         unit = "completion" if episode is None else "turn"
         for ids, reason in turns:
             *earlier, final = ids or [-1]
-            if self._stop_ids.intersection(earlier):
+            if self._stop_ids.intersection(earlier) or self._has_stop_string(earlier):
                 result.errors.append(
                     f"a {unit} goes on after a token that ends it (generation_config's "
-                    "eos_token_id)"
+                    "eos_token_id, or rollout.stop)"
                 )
                 continue
             if reason == "stop":
-                is_right = final in self._stop_ids
+                # Some tokenizers drop a blank before the first word, which vLLM keeps.
+                is_right = final in self._stop_ids or self._has_stop_string(ids, before=" ")
             else:
                 # In an episode a turn may have less room.
                 is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
+                is_right &= not self._has_stop_string(ids)
             if not is_right:
                 result.errors.append(
                     f"a {unit} of {len(ids)} tokens that ends with {final} has finish_reason "
                     f"{reason!r}"
                 )
+
+    def _has_stop_string(self, ids: Sequence[int], before: str = "") -> bool:
+        """Returns whether one of `rollout.stop` is in the text of these tokens, after `before`."""
+        if not self._rollout.stop:
+            return False
+        text = before + self._tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        # vLLM looks at a letter that several tokens make when it is complete.
+        return not text.endswith("\ufffd") and any(stop in text for stop in self._rollout.stop)
 
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
         """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
@@ -572,7 +586,7 @@ def check_data(
         # A template may write today's date, which was another one when the run began.
         is_chat = not isinstance(prompt.text, str)
         is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
-        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer):
+        if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer, data):
             result.errors.append(f"the token ids of the prompt of {key} are not those of its text")
         expected = {
             name: value
@@ -674,12 +688,11 @@ def _prompt_of(row: _Row, data: DataConfig) -> Any:
     return prompt
 
 
-def _token_ids(prompt: Any, tokenizer: Any) -> list[int]:
+def _token_ids(prompt: Any, tokenizer: Any, data: DataConfig) -> list[int]:
     """Returns the tokens of a prompt, by calls of the tokenizer alone."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    return list(
-        tokenizer.apply_chat_template(
-            prompt, tokenize=True, add_generation_prompt=True, return_dict=False
-        )
-    )
+    # The class's own method, without the variables that the run has bound to it.
+    render = type(tokenizer).apply_chat_template
+    options = {"add_generation_prompt": True, "return_dict": False, **data.chat_template_kwargs}
+    return list(render(tokenizer, prompt, **options))

@@ -98,7 +98,7 @@ class UpdateCheck(UpdateObserver):
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as the model's files have them.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(settings)
+        self._batch_check = BatchCheck(settings, tokenizer)
         self._gradients = GradientCheck(policy, updater, settings, signals)
         # In the first steps of a critic's warm-up the policy makes no optimizer step.
         num_steps = settings.training.num_steps - settings.warmup_steps

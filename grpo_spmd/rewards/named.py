@@ -26,7 +26,7 @@ from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.rewards.trl import callable_name, unwrap_partial
-from grpo_spmd.rewards.verifiers import countdown_task, parse_tests
+from grpo_spmd.rewards.verifiers import countdown_task, parse_tests, values_in
 
 # Stands in place of a file in RewardConfig.function.
 PYTHON_MARK = "<python>:"
@@ -243,29 +243,28 @@ def check_gold(
         if not config.is_shipped or config.name not in _GOLD:
             continue
         find_gold, kind, column = _GOLD[config.name]
-        if config.name == "code":
-            column = str(config.args.get("tests_column", column))
-        unusable: list[PromptRow] = []
+        for option in ("column", "tests_column"):
+            column = config.args.get(option, column)
+        unusable: list[tuple[PromptRow, Any]] = []
         for row in rows:
+            [gold] = values_in({"": [row.columns]}, f".{column}")
             try:
-                if not find_gold(row.columns.get(column), row.columns):
-                    unusable.append(row)
+                if not find_gold(gold, row.columns):
+                    unusable.append((row, gold))
             except (ArithmeticError, RecursionError, TypeError, ValueError) as error:
                 raise ConfigError(
                     f"{row.where}: rewards.{index}: {config.name!r} cannot read the row: {error}"
                 ) from None
         is_empty = len(unusable) == len(rows) > 0 and (is_only_one or not is_held_out)
         odd_rows = [
-            row
-            for row in unusable
-            if is_empty or is_only_one or row.columns.get(column) is not None
+            (row, gold) for row, gold in unusable if is_empty or is_only_one or gold is not None
         ]
         if not odd_rows:
             continue
-        gold = odd_rows[0].columns.get(column)
+        row, gold = odd_rows[0]
         label = "null" if gold is None else f"{gold!r:.60}"
         message = (
-            f"{odd_rows[0].where}: rewards.{index}: {config.name!r} finds no {kind} in {column!r} "
+            f"{row.where}: rewards.{index}: {config.name!r} finds no {kind} in {column!r} "
             f"({label}), as in {len(odd_rows):,} of {len(rows):,} rows"
         )
         if is_empty:

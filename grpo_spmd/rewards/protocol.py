@@ -236,6 +236,9 @@ def _with_args(
     needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *takes))
     if is_shipped:
         _check_values(f"{entry}.args", args, function)
+        # Options that name a column, or a value inside of one.
+        columns = [n for n in options if n.endswith("column")]
+        needs += tuple(args.get(n, named[n].default).partition(".")[0] for n in columns)
     if function is run_tests:
         try:
             if args.get("isolation") != "none":
@@ -243,7 +246,6 @@ def _with_args(
         except SandboxError as error:
             rule = f'{error}; to run it unprotected, set args.isolation to "none"'
             raise ConfigError(f"{entry}: {rule}") from None
-        needs = (args.get("tests_column", "tests"),)
         args = {**args, "_wall_s": timeout_s - 1}
 
     def call(**columns: Any) -> Any:

@@ -16,7 +16,7 @@ import math
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from operator import add, mul, sub, truediv
 from typing import Annotated, Any, Literal
@@ -47,9 +47,21 @@ def completion_text(completion: Completion) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-def exact(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """Returns 1.0 where the completion, stripped of white space, is the column `answer`."""
-    return _compare(completions, answer, lambda text, gold: text.strip() == str(gold).strip())
+def values_in(columns: Mapping[str, Column], name: str) -> Column:
+    """Returns the values of a column, or those inside of one ("reward_model.ground_truth").
+
+    A value that is not there is None."""
+    column, *path = name.split(".")
+    values = columns[column]
+    for key in path:
+        values = [value.get(key) if isinstance(value, Mapping) else None for value in values]
+    return values
+
+
+def exact(completions: Completions, *, column: str = "answer", **columns: Column) -> Scores:
+    """Returns 1.0 where the completion, stripped of white space, is the value of `column`."""
+    golds = values_in(columns, column)
+    return _compare(completions, golds, lambda text, gold: text.strip() == str(gold).strip())
 
 
 def _compare(
@@ -73,10 +85,9 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
     return [*each_within(_TEXT_S, lambda text: compiled.fullmatch(text) is not None, texts)]
 
 
-def gsm8k(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """Returns 1.0 where the completion's last number is that of the column `answer` ("... ####
-    42")."""
-    golds = [last_number(str(gold)) for gold in answer]
+def gsm8k(completions: Completions, *, column: str = "answer", **columns: Column) -> Scores:
+    """Returns 1.0 where the completion's last number is that of `column` ("... #### 42")."""
+    golds = [last_number(str(gold)) for gold in values_in(columns, column)]
     return _compare(completions, golds, lambda text, gold: last_number(text) == gold)
 
 
@@ -183,8 +194,10 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {
 }
 
 
-def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> Scores:
-    """Returns 1.0 where math-verify finds the final answer equal to the column `answer` (LaTeX or
+def equal_by_math_verify(
+    completions: Completions, *, column: str = "answer", **columns: Column
+) -> Scores:
+    """Returns 1.0 where math-verify finds the final answer equal to that of `column` (LaTeX or
     plain).
 
     A gold answer that it cannot read gives None. A completion gives 1.0 or 0.0, and costs at most
@@ -196,7 +209,7 @@ def equal_by_math_verify(completions: Completions, answer: Column, **_: Any) -> 
     scores: dict[int, float | None] = {}
     # Of completions that math-verify must compare, as sympy has them.
     golds: dict[int, Any] = {}
-    for number, (text, gold) in enumerate(zip(texts, answer, strict=True)):
+    for number, (text, gold) in enumerate(zip(texts, values_in(columns, column), strict=True)):
         # A bare "x^2" is prose to the parser; boxed it is one expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
         boxed = last_boxed(text) or ""
@@ -274,7 +287,7 @@ def run_tests(
     used: list[float] = []
     limits = Limits(time_s, int(memory_mib), isolation, used.append)
     scores: Scores = []
-    for completion, entry in zip(completions, columns[tests_column], strict=True):
+    for completion, entry in zip(completions, values_in(columns, tests_column), strict=True):
         tests = parse_tests(entry)
         if not tests:
             scores.append(None)

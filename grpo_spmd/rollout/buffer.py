@@ -110,7 +110,8 @@ class RolloutBuffer:
         self._session = session
         settings = config_to_dict(rollout)
         sampling = {
-            name: settings[name] for name in ("temperature", "max_completion_tokens", "engine")
+            name: settings[name]
+            for name in ("temperature", "max_completion_tokens", "stop", "engine")
         }
         decisive = [seed, model.path, model.dtype, config_to_dict(model.lora), sampling]
         if environment is not None:

@@ -174,7 +174,8 @@ class EngineJudges:
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
             if turns:
                 return None
-            return Request(all_prompts[jobs[job][number]], None, 0.0, max_tokens, is_rollout=False)
+            prompt_ids = all_prompts[jobs[job][number]]
+            return Request(prompt_ids, None, 0.0, max_tokens, is_rollout=False, ends_at_stops=False)
 
         # An engine without a version refuses the generation, so the version is 0.
         version = self._engine.policy_version or 0

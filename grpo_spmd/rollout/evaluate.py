@@ -109,9 +109,9 @@ class Evaluator:
         every rank where a reward fails for `reward_pool.max_error_frac` of the completions.
         """
         # The engine already has the weights for the next step, so its version is step + 1.
-        self.engine.take_temperatures()
+        self.engine.take_sampling()
         groups = self._sample(step + 1)
-        temperatures = self.engine.take_temperatures()
+        sampling = self.engine.take_sampling()
         scored = self.score(groups, num_step_completions=len(self._samples))
         outcomes = outcomes_by_slot(groups, scored)
         statuses = scored.num_statuses()
@@ -124,7 +124,7 @@ class Evaluator:
             ],
             "statuses": statuses,
             "first_error": scored.first_error,
-            "temperatures": temperatures,
+            "sampling": sampling,
         }
         by_set: dict[str, Metrics] = on_rank0(self._summarise_sets, report)
         for name, metrics in by_set.items():
@@ -152,7 +152,7 @@ class Evaluator:
             [1] * len(self._samples),
             task=self._task,
             policy_version=policy_version,
-            temperature=self.config.temperature,
+            evaluation=self.config,
         )
         # A training prompt with a cached prefix would be computed in chunks of other sizes, which
         # rounds differently.
@@ -179,8 +179,7 @@ class Evaluator:
 
         Each completion is in exactly one report.
         """
-        temperatures = {t for report in reports for t in report["temperatures"]}
-        check_temperatures(temperatures, self.config.temperature)
+        check_sampling((pair for report in reports for pair in report["sampling"]), self.config)
         # A verifier that always fails must not look like a policy that is never correct.
         check_error_rate(
             [report["statuses"] for report in reports],
@@ -230,16 +229,18 @@ class Evaluator:
                 )
 
 
-def check_temperatures(temperatures: Iterable[float], expected: float) -> None:
-    """Raises EngineStateError if the engine sampled an evaluation at another temperature than
-    `expected`: its figures would look right."""
-    # vLLM raises temperatures between 0 and 0.01 to 0.01.
-    mismatched = [t for t in temperatures if abs(t - expected) > _MIN_TEMPERATURE]
-    if mismatched:
-        raise EngineStateError(
-            f"an evaluation was sampled at temperature {mismatched[0]:g}, and eval.temperature is "
-            f"{expected:g}: a fault of this program, please report it"
-        )
+def check_sampling(sampling: Iterable[Sequence[float]], expected: EvalConfig) -> None:
+    """Raises EngineStateError if the engine sampled an evaluation at another temperature or top_p
+    than `expected`: its figures would look right. `sampling` has pairs of both."""
+    for temperature, top_p in sampling:
+        # vLLM raises temperatures between 0 and 0.01 to 0.01.
+        is_right = abs(temperature - expected.temperature) <= _MIN_TEMPERATURE
+        if not is_right or (temperature > 0 and top_p != expected.top_p):
+            raise EngineStateError(
+                f"an evaluation was sampled at temperature {temperature:g} and top_p {top_p:g}, "
+                f"and eval.temperature is {expected.temperature:g}, eval.top_p "
+                f"{expected.top_p:g}: a fault of this program, please report it"
+            )
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:

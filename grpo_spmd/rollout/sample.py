@@ -17,12 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_spmd.config.schema import RolloutConfig
+from grpo_spmd.config.schema import EvalConfig, RolloutConfig
 from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.store import count_up, delete_counter
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import ConversationId, EpisodeTask, GenerationHooks, Request
+from grpo_spmd.engine.requests import (
+    ConversationId,
+    EpisodeTask,
+    GenerationHooks,
+    Request,
+    policy_request,
+)
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, rollout_seed
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rollout.buffer import RolloutBuffer, Slot, StoredCompletion
@@ -114,7 +120,7 @@ def generate(
     *,
     task: Callable[[ConversationId], EpisodeTask],
     policy_version: int,
-    temperature: float | None = None,
+    evaluation: EvalConfig | None = None,
     expected: Sequence[float] | None = None,
     **hooks: Any,
 ) -> dict[int, list[list[Completion]]]:
@@ -123,10 +129,9 @@ def generate(
 
     Job j has `sizes[j]` conversations, which one engine samples. With environments a completion is
     an episode, and an engine's other ranks get {}. `task` returns the prompt and the seeds of a
-    conversation. `temperature` is that of an evaluation, which has no logprobs, since nobody reads
-    them; None for rollouts. `expected` has the expected tokens of one completion by job, equal on
-    all ranks; None if they are unknown. `hooks` are further fields of GenerationHooks; only
-    `on_completion` is for episodes too.
+    conversation. `evaluation` has the settings of an evaluation; None for rollouts. `expected` has
+    the expected tokens of one completion by job, equal on all ranks; None if they are unknown.
+    `hooks` are further fields of GenerationHooks; only `on_completion` is for episodes too.
     """
     if environments is not None:
         return environments.generate(
@@ -134,7 +139,7 @@ def generate(
             sizes,
             task,
             policy_version,
-            temperature=temperature,
+            evaluation=evaluation,
             finished=hooks.get("on_completion"),
             expected=expected,
         )
@@ -144,8 +149,7 @@ def generate(
         if turns:
             return None
         prompt, seed = task((job, number))
-        is_rollout = temperature is None
-        return Request(prompt.token_ids, seed(), temperature, is_rollout=is_rollout)
+        return policy_request(prompt.token_ids, seed(), evaluation)
 
     request_hooks = GenerationHooks(next_request, **hooks)
     return engine.generate_shared(sizes, request_hooks, policy_version, expected)

@@ -40,7 +40,7 @@ def main() -> None:
     if args.base and not args.merge:
         parser.error("--base goes with --merge")
     try:
-        _check_is_checkpoint(args.checkpoint)
+        check_is_checkpoint(args.checkpoint)
         if args.out.resolve() == args.checkpoint.resolve():
             rule = "is the checkpoint itself, which is never changed; choose another OUT"
             raise ConfigError(f"{args.out} {rule}")
@@ -63,7 +63,7 @@ def main() -> None:
     show(f"{args.out}: {mib:.3g} MiB of weights after {step} steps{merged}")
 
 
-def _check_is_checkpoint(folder: Path) -> None:
+def check_is_checkpoint(folder: Path) -> None:
     """Raises ConfigError for the folders that people give by mistake.
 
     `verify_checkpoint` reports what else may be wrong.

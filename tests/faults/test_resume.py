@@ -237,6 +237,10 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
     [
         ("seed=4", "seed (4) was 0 in the run that wrote"),
         ("data.shuffle=false", "data.shuffle (False) was True"),
+        (
+            "data.chat_template_kwargs={thinks: 1}",
+            "data.chat_template_kwargs (None) was {}",
+        ),
         ("model.lora.rank=4", "model.lora.rank (4) was 0"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,8 @@ def config_file(folder: Path, name: str, *, evaluates: bool = True, **sections: 
             {"function": f"{folder}/reward.py:score", "name": "verifier"},
             {"name": "format", "args": {"pattern": "[0-9].*"}, "weight": 0.1},
         ],
-        training={"num_steps": NUM_STEPS, "max_tokens_per_micro_batch": 256},
         **{
+            "training": {"num_steps": NUM_STEPS, "max_tokens_per_micro_batch": 256},
             "eval": {
                 "every_steps": 2 if evaluates else 0,
                 "num_samples": NUM_SAMPLES,
@@ -117,6 +118,7 @@ def evaluated(folder: Path, request: pytest.FixtureRequest) -> Path:
     assert [sorted(pieces) for pieces in zip(*sizes, strict=True)] == [
         [22, 22],
         [22, 22],
+        [5, 6],
         [5, 6],
         [0, 1],
     ]
@@ -284,3 +286,90 @@ def test_greedy_evaluation_is_the_argmax_of_plain_transformers(
             lengths.append(len(completion))
             assert row["completion"] == tokenizer.decode(completion, skip_special_tokens=True)
         assert metrics[f"eval/{name}/tokens_mean"] == pytest.approx(math.fsum(lengths) / size)
+
+
+def eval_alone(num_ranks: int, policy: Path, config: Path, *overrides: str) -> Any:
+    """The metrics that `grpo-spmd eval` writes, which are those that it prints."""
+    file = config.parent / "evaluated.json"
+    arguments = [str(policy), "--config", str(config), f"--json={file}", *overrides]
+    code, output = RanksJob(num_ranks, "grpo_spmd.eval", *arguments).wait(240)
+    assert code == 0, output
+    metrics = json.loads(file.read_text())
+    file.unlink()
+    for name, value in metrics.items():
+        assert re.search(rf"^{re.escape(name)} +{value:.6g}$", output, re.MULTILINE), name
+    return metrics
+
+
+def state_of(run_dir: Path) -> dict[str, int]:
+    return {str(path): path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+
+
+def test_a_checkpoint_or_a_model_alone_has_the_figures_of_its_run(
+    folder: Path, trained: dict[str, Path], tmp_path: Path
+) -> None:
+    run_dir = trained["on"]
+    config = tmp_path / "config.yaml"
+    config.write_bytes((run_dir / "config.yaml").read_bytes())
+    before = state_of(run_dir)
+    checkpoint = run_dir / "checkpoints" / f"step_{NUM_STEPS:06d}"
+    initial, *_, final = filter(None, map(eval_metrics, read_metrics(run_dir)))
+    # To the last bit, on another number of ranks.
+    assert eval_alone(2, checkpoint, config) == {"step": NUM_STEPS, **final}
+    assert state_of(run_dir) == before
+    assert eval_alone(1, folder / "model", config) == {"step": 0, **initial}
+    assert initial != final
+
+
+def test_adapters_alone_have_the_figures_of_their_run(folder: Path, tmp_path: Path) -> None:
+    config = config_file(
+        folder,
+        "adapters",
+        model={"lora": {"rank": 4, "sync": "adapter"}},
+        optimizer={"lr": 0.05},
+        training={"num_steps": 2, "max_tokens_per_micro_batch": 256},
+    )
+    code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait(240)
+    assert code == 0, output
+    run_dir = folder / "adapters" / "run"
+    initial, *_, final = filter(None, map(eval_metrics, read_metrics(run_dir)))
+    checkpoint = run_dir / "checkpoints" / "step_000002"
+    assert eval_alone(1, checkpoint, config) == {"step": 2, **final}
+    assert initial != final
+    # Another scale of the same adapters is another model.
+    refused = [str(checkpoint), "--config", str(config), "model.lora.alpha=8"]
+    code, output = RanksJob(1, "grpo_spmd.eval", *refused).wait(60)
+    assert code == 2, output
+    assert "model.lora.alpha (8.0) was 32.0 in the run that wrote" in output
+
+
+@pytest.mark.parametrize(
+    ("policy", "override", "error"),
+    [
+        ("run", "eval.num_samples=1", "is of a run; give one of its checkpoints"),
+        ("nowhere", "eval.num_samples=1", "CHECKPOINT: there is no folder"),
+        ("model", "data.eval={}", "eval.every_steps needs held-out sets"),
+        ("damaged", "eval.num_samples=1", "damaged"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_torch(
+    folder: Path, trained: dict[str, Path], policy: str, override: str, error: str, tmp_path: Path
+) -> None:
+    run_dir = trained["on"]
+    checkpoint = tmp_path / f"step_{NUM_STEPS:06d}"
+    shutil.copytree(run_dir / "checkpoints" / checkpoint.name, checkpoint)
+    [shard, *_] = (checkpoint / "state").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    names = {
+        "run": run_dir,
+        "nowhere": tmp_path / "nowhere",
+        "model": folder / "model",
+        "damaged": checkpoint,
+    }
+    arguments = [str(names[policy]), "--config", str(run_dir / "config.yaml"), override]
+    code, output = RanksJob(1, "grpo_spmd.eval", *arguments).wait(60)
+    assert code == 2, output
+    assert error in output
+    assert len(output.splitlines()) == 1, output

@@ -424,7 +424,7 @@ def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Pa
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if "
-        "add_generation_prompt %}:{% endif %}"
+        "add_generation_prompt %}:{% if enable_thinking is false %}={% endif %}{% endif %}"
     )
     tokenizer.save_pretrained(model)
     rows = [
@@ -445,13 +445,14 @@ def test_chat_messages_in_parquet_reach_an_async_reward_as_messages(tmp_path: Pa
         "train": str(tmp_path / "train.parquet"),
         "prompt_key": "messages",
         "system_prompt": None,
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     config = write_config(
         tmp_path, model, data=data, rewards=[{"function": f"{tmp_path}/reward.py:reward"}]
     )
     output = train_on_ranks(1, config, timeout_s=120)
     initial = Run(output, tmp_path / "run").rollouts(1)[0]
-    assert tokenizer.decode(initial["prompt_ids"]) == initial["prompt"][0]["content"] + ":"
+    assert tokenizer.decode(initial["prompt_ids"]) == initial["prompt"][0]["content"] + ":="
     assert initial["reward"] == len(initial["completion_ids"])
 
 

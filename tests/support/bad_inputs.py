@@ -647,6 +647,10 @@ bad_value(
     "rollout.engine={min_p: 0.1}",
 )
 bad_value(
+    "data.chat_template_kwargs.tools: the trainer sets this itself",
+    "data.chat_template_kwargs={tools: []}",
+)
+bad_value(
     "eval.temperature is 0 and eval.num_samples is 4",
     "data.eval=train.jsonl",
     EVERY,

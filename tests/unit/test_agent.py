@@ -16,6 +16,7 @@ import openai
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import EvalConfig
 from grpo_spmd.episodes.agent import AgentDriver
 from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
@@ -172,7 +173,7 @@ def test_each_turn_is_answered_with_what_was_sampled_for_it_at_the_generations_t
         chat=CHAT,
         limits=limits,
         task=lambda conversation: (Prompt(0, 0, [1], "x", {}), lambda turn: 7),
-        temperature=0.6,
+        evaluation=EvalConfig(temperature=0.6, top_p=0.8),
         discount=None,
         endpoint=endpoint,
     )
@@ -194,7 +195,8 @@ def test_each_turn_is_answered_with_what_was_sampled_for_it_at_the_generations_t
             waiting.append(call)
         requests = episodes.ready(0.0)
         assert [conversation for conversation, _ in requests] == conversations
-        assert all(request is not None and request.temperature == 0.6 for _, request in requests)
+        sampling = {(r.temperature, r.top_p) for _, r in requests if r is not None}
+        assert sampling == {(0.6, 0.8)}
         # Of an evaluation, whose logprobs nobody reads.
         assert not any(request is not None and request.is_rollout for _, request in requests)
         for conversation in reversed(conversations):

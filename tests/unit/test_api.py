@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
+import torch
 import torch.distributed as dist
 import yaml
 
@@ -27,6 +29,7 @@ from grpo_spmd import api
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, RewardConfig, RewardPoolConfig, WatchdogConfig
+from grpo_spmd.data.rows import read_rows
 from grpo_spmd.distributed.embedded_run import embedded_run
 from grpo_spmd.distributed.session import start_session
 from grpo_spmd.files import hold_standard_streams
@@ -68,6 +71,57 @@ def refusal(*args: Any, **kwargs: Any) -> str:
         made(*args, **kwargs)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def test_rows_and_datasets_are_data_of_a_run(tmp_path: Path) -> None:
+    tree = yaml.safe_load(write_config(tmp_path, tmp_path).read_text())
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1=", "answer": 2},
+        {"prompt": [{"role": "user", "content": "é"}]},
+    ]
+    held = datasets.Dataset.from_list([{"prompt": "2+2=", "answer": 4}])
+    seen: list[Any] = []
+
+    def train(config: Config) -> None:
+        seen.append(config.data)
+        seen.append([(row.prompt, row.columns) for row in read_rows(config.data)])
+        for name in config.data.eval_sets:
+            seen.append((name, [row.columns for row in read_rows(config.data, name)]))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_train", train)
+        evaluation = {"every_steps": 1}
+        data: dict[str, Any] = {
+            "train": rows,
+            "eval": {"held": held, "file": str(tmp_path / "x.jsonl")},
+        }
+        (tmp_path / "x.jsonl").write_text('{"prompt": "3+3=", "answer": 6}\n')
+        grpo_spmd.run(tree, data=data, eval=evaluation)
+        grpo_spmd.run(tree, **{"data.train": held, "data.eval": rows[:1]}, eval=evaluation)
+    read = [(rows[0]["prompt"], {"answer": 2}), (rows[1]["prompt"], {})]
+    assert seen[1:4] == [read, ("held", [{"answer": 4}]), ("file", [{"answer": 6}])]
+    assert seen[5:] == [[("2+2=", {"answer": 4})], ("eval", [{"answer": 2}])]
+    # Nothing stays behind, and the caller's own rows are as they were.
+    assert not Path(seen[0].train).exists()
+    assert data["train"] is rows
+    assert "answer" in rows[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "error"),
+    [
+        ({"data": {"train": [{"prompt": b"x"}]}}, "Object of type bytes is not JSON serializable"),
+        ({"data": {"train": 3}}, "give a list or Dataset of rows"),
+        ({"environment": {"factory": Threshold}}, "environment.factory is an object of Python"),
+        ({"environment": {"tools": [length]}}, 'of a class or function "file.py:name"'),
+        ({"model": {"path": torch.nn.Linear(1, 1)}}, "of a model its folder or hub id"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is an object of Python"),
+    ],
+)
+def test_an_object_that_cannot_be_taken_is_refused_with_a_remedy(
+    override: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    assert error in refusal(str(write_config(tmp_path, tmp_path)), **override)
 
 
 def test_a_file_a_mapping_and_dotted_keys_come_to_the_same_config(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes import reply_parser
 from grpo_spmd.episodes.chat_format import ChatFormat, PlainText, TemplateError
+from grpo_spmd.model.hf_files import load_tokenizer
 from tests.support.chat_templates import FAMILIES, QWEN25, letters, make_chat_tokenizer
 
 PARAMETERS = {
@@ -42,6 +44,38 @@ def chat(name: str, history: Any = "append", kind: str = "tool") -> ChatFormat:
     if kind == "tool":
         return ChatFormat(tokenizer, history, TOOLS, "tools")
     return ChatFormat(tokenizer, history, [], "gym")
+
+
+def test_variables_of_the_template_are_in_first_and_later_contexts(tmp_path: Path) -> None:
+    end = "'<|im_start|>assistant\\n' }}{% endif %}"
+    assert QWEN25.endswith(end)
+    off = (
+        "'<|im_start|>assistant\\n' + ('<think></think>' if thinks is false else '') }}{% endif %}"
+    )
+    make_chat_tokenizer("qwen3", chat_template=QWEN25.removesuffix(end) + off).save_pretrained(
+        tmp_path
+    )
+    tokenizer = load_tokenizer(str(tmp_path), {"thinks": False})
+    form = ChatFormat(tokenizer, "append", [], "gym")
+    ids = form.prompt_ids([USER], [])
+    plain = load_tokenizer(str(tmp_path))
+    turn = {"role": "assistant", "content": "went"}
+
+    def expected(messages: list[dict[str, Any]]) -> str:
+        return str(
+            plain.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, thinks=False
+            )
+        )
+
+    assert tokenizer.decode(ids) == expected([USER])
+    sampled = tokenizer.encode("went<|im_end|>", add_special_tokens=False)
+    context, is_appended = form.next_ids([*ids, *sampled], [USER, turn], [USER], [])
+    assert is_appended
+    assert tokenizer.decode(context).endswith("<|im_start|>assistant\n<think></think>")
+    assert form.whole_ids([USER, turn, USER], []) == tokenizer.encode(
+        expected([USER, turn, USER]), add_special_tokens=False
+    )
 
 
 def suffix(form: ChatFormat, new: Any, tools: Any, answer: Any) -> list[int]:

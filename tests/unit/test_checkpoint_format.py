@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from grpo_spmd.checkpoint.manifest import write_manifest
 from grpo_spmd.checkpoint.restore import find_start, load_state
-from grpo_spmd.checkpoint.run_dir import checkpoint_path
+from grpo_spmd.checkpoint.run_dir import check_same_run, checkpoint_path
 from grpo_spmd.checkpoint.state import RunFacts, run_facts
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
@@ -169,3 +169,19 @@ def test_a_checkpoint_of_an_earlier_version_loads(
     refused(replace(facts, model_fingerprint=""), "model.path holds another model than the run had")
     refused(replace(facts, data_fingerprint=""), "data.train gives other prompts than the run had")
     refused(replace(facts, config={**facts.config, "seed": 7}), r"seed \(7\) was 0 in the run")
+
+
+def test_variables_of_the_template_cannot_change_and_an_old_checkpoint_has_none(
+    tmp_path: Path,
+) -> None:
+    key = "data.chat_template_kwargs"
+    # A checkpoint from before the key, and a config that does not use it.
+    assert check_same_run(tmp_path, {"config": {"seed": 0}}, {"seed": 0, key: {}}) == []
+    for recorded, config, text in (
+        ({key: {}}, {f"{key}.a": 1}, rf"{key} \(None\) was {{}}"),
+        ({f"{key}.a": 1}, {key: {}}, rf"{key}\.a \(None\) was 1"),
+        ({f"{key}.a": 1}, {f"{key}.a": 1, f"{key}.b": 2}, rf"{key}\.b \(2\) was None"),
+        ({"seed": 0}, {"seed": 0, f"{key}.a": 1}, rf"{key}\.a \(1\) was None"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            check_same_run(tmp_path, {"config": recorded}, config)

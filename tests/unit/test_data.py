@@ -12,14 +12,15 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from grpo_spmd.checks.data import check_prompts_early
+from grpo_spmd.checks.data import check_prompts_early, view_prompts
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfig, RolloutConfig
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.data.tokens import build_prompts
+from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.proofs import batch_check
-from grpo_spmd.records import Prompt
+from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts
 
 ROLES = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}{% if add_generation_prompt "
@@ -278,6 +279,39 @@ def test_messages_go_through_the_template_with_a_generation_prompt(tmp_path: Pat
     (prompt,) = _built(config, tokenizer)
     # the template writes special tokens itself, so that no <bos> is put before it
     assert _words(tokenizer, prompt) == "[ system ] be brief [ user ] hello world [ assistant ]"
+
+
+def test_variables_reach_the_chat_template_of_prompts_checks_and_proof(tmp_path: Path) -> None:
+    template = f"{ROLES}{{% if enable_thinking is false %}}be brief{{% endif %}}"
+    model = tmp_path / "model"
+    _tokenizer(template).save_pretrained(model)
+    variables = {"enable_thinking": False}
+    data: dict[str, Any] = {"as_chat": True, "chat_template_kwargs": variables}
+    config = _config(_jsonl(tmp_path, {"prompt": "a"}), max_prompt_tokens=9, **data)
+    tokenizer = load_tokenizer(str(model), variables)
+    (prompt,) = _built(config, tokenizer)
+    # As by hand: 3 tokens of each role, the word, and the 2 of the template's own branch.
+    assert _words(tokenizer, prompt) == "[ user ] a [ assistant ] be brief"
+    rows = read_rows(config.data)
+    assert view_prompts(rows, model, variables).text == "[user] a [assistant] be brief"
+    check_prompts_early(rows, config.data, model)
+    short = dataclasses.replace(config.data, max_prompt_tokens=8)
+    with pytest.raises(ConfigError, match="the prompt has 9 tokens"):
+        check_prompts_early(rows, short, model)
+    # The proof renders by itself: a tokenizer that lost the variables makes other tokens.
+    for loaded, is_right in ((tokenizer, True), (load_tokenizer(str(model)), False)):
+        groups = [RolloutGroup(0, _built(config, loaded)[0], [])]
+        result = batch_check.check_data(groups, ScoredRollouts(), loaded, config.data)
+        assert (result.errors == []) is is_right, result.errors
+
+
+def test_a_variable_that_no_template_reads_is_refused(tmp_path: Path) -> None:
+    _tokenizer(f"{ROLES}{{{{ enable_thinking }}}}").save_pretrained(tmp_path / "model")
+    rows = read_rows(DataConfig(train=_jsonl(tmp_path, {"prompt": "a"}), as_chat=True))
+    view = view_prompts(rows, tmp_path / "model", {"enable_thinking": 1})
+    assert view.text == "[user] a [assistant] 1"
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinkin: .* no such"):
+        view_prompts(rows, tmp_path / "model", {"enable_thinkin": False})
 
 
 def test_plain_prompt_gets_the_special_tokens_of_its_tokenizer(tmp_path: Path) -> None:

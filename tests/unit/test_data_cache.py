@@ -669,6 +669,7 @@ def test_tokens_are_those_of_tokenizer_template_limits_and_versions(
     assert named(eval={"x": "y"}) == []
     assert named(max_prompt_tokens=99)
     assert named(on_long_prompt="drop")
+    assert named(chat_template_kwargs={"enable_thinking": False})
     assert named(_tokenizer(f"{ROLES} "))
     more = _tokenizer(ROLES)
     more.add_tokens(["lo w"])

@@ -21,6 +21,7 @@ import transformers
 from grpo_spmd.config.schema import (
     AdvantageConfig,
     EnvironmentConfig,
+    EvalConfig,
     LossConfig,
     RewardConfig,
     RewardPoolConfig,
@@ -133,7 +134,7 @@ class Bed:
             chat=self.chat,
             limits=limits,
             task=task,
-            temperature=0.7,
+            evaluation=EvalConfig(temperature=0.7, top_p=0.8),
             discount=discount,
         )
 
@@ -270,7 +271,7 @@ def test_an_episode_is_token_by_token_what_was_given_and_sampled(
     ]  # the narrowest limit is that of the whole context
     seeds = [rollout_seed(5, 2, 7, 1, turn) for turn in range(3)]
     wanted = [
-        Request(*item, is_rollout=False)
+        Request(*item, is_rollout=False, top_p=0.8)
         for item in zip(contexts, seeds, [0.7] * 3, rooms, strict=True)
     ]
     assert requests == [((0, 1), request) for request in wanted]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 
 from grpo_spmd.config.schema import EvalConfig, RolloutConfig
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.requests import EngineStateError, GenerationHooks, Request
+from grpo_spmd.engine.requests import EngineStateError, GenerationHooks, Request, policy_request
 from grpo_spmd.episodes import environments as episode_environments
 from grpo_spmd.episodes.environments import Environments
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
@@ -22,7 +23,7 @@ from grpo_spmd.rollout import evaluate
 from grpo_spmd.rollout.evaluate import (
     Evaluator,
     Outcome,
-    check_temperatures,
+    check_sampling,
     majority,
     outcomes_by_slot,
     pass_at_k,
@@ -180,7 +181,7 @@ class Engine(RolloutEngine):
         self._rollout = RolloutConfig(temperature=1.0)
         self._stop_token_ids: list[int] = []
         self._adapters = None
-        self._temperatures: set[float] = set()
+        self._sampling: set[tuple[float, float]] = set()
         # What vLLM was asked for: None is no logprobs, 0 the sampled token's.
         self.logprobs: list[int | None] = []
         self._engine: Any = SimpleNamespace(add_request=self._take)
@@ -208,14 +209,14 @@ class Engine(RolloutEngine):
 class Episodes:
     """Episodes of one turn, whose environments have nothing to say."""
 
-    def __init__(self, task: Any, temperature: float | None, **_: Any) -> None:
-        self.task, self.temperature = task, temperature
+    def __init__(self, task: Any, evaluation: EvalConfig | None, **_: Any) -> None:
+        self.task, self.evaluation = task, evaluation
         self.completions: dict[tuple[int, int], Completion] = {}
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Request:
         prompt, seed = self.task((job, number))
         self.completions[job, number] = Completion([5], [-0.1], "stop")
-        return Request(prompt.token_ids, seed(-1), self.temperature)
+        return policy_request(prompt.token_ids, seed(-1), self.evaluation)
 
     def close(self) -> None:
         pass
@@ -230,7 +231,8 @@ def score(groups: Sequence[RolloutGroup], **_: Any) -> ScoredRollouts:
 
 @pytest.fixture
 def evaluator(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Evaluator:
-    """At temperature 0.6 where the training has 1; of episodes if the parameter says so."""
+    """At temperature 0.6 and top_p 0.9 where the training has 1 and 1; of episodes if the parameter
+    says so."""
     kinds = SimpleNamespace(FINAL_ONLY=0)
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=SimpleNamespace))
     monkeypatch.setitem(
@@ -246,7 +248,7 @@ def evaluator(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -
         environments._pool = environments._chat = environments._limits = object()
         environments._endpoint, environments._config = None, SimpleNamespace(discount=None)
     prompts = [Prompt(row, row, [1, 2], "p", {}) for row in range(3)]
-    config = EvalConfig(every_steps=1, temperature=0.6, num_samples=2)
+    config = EvalConfig(every_steps=1, temperature=0.6, top_p=0.9, num_samples=2)
     return Evaluator(
         {"e": prompts}, Engine(), score, config, 0, 0.5, None, environments=environments
     )
@@ -261,13 +263,19 @@ def test_an_evaluation_is_sampled_at_its_temperature_and_another_one_is_seen(
     hooks = GenerationHooks(lambda *_: Request([1], 0))
     evaluator.engine.generate_shared([1], hooks, 1)
     assert evaluator.evaluate(1)["eval/e/mean"] == 1.0
-    # None stands for the training's temperature.
     generate = evaluate.generate
-    monkeypatch.setattr(
-        evaluate, "generate", lambda *a, **k: generate(*a, **{**k, "temperature": None})
-    )
-    with pytest.raises(EngineStateError, match=r"at temperature 1, and eval.temperature is 0.6"):
-        evaluator.evaluate(2)
+    # None stands for the training's temperature.
+    for wrong, text in (
+        (None, r"at temperature 1 and top_p 1, and eval.temperature is 0.6, eval.top_p 0.9"),
+        (dataclasses.replace(evaluator.config, top_p=1.0), "at temperature 0.6 and top_p 1,"),
+    ):
+        monkeypatch.setattr(
+            evaluate,
+            "generate",
+            lambda *a, wrong=wrong, **k: generate(*a, **{**k, "evaluation": wrong}),
+        )
+        with pytest.raises(EngineStateError, match=text):
+            evaluator.evaluate(2)
 
 
 @pytest.mark.parametrize("evaluator", ["completions"], indirect=True)
@@ -280,7 +288,9 @@ def test_an_evaluation_asks_for_no_logprobs_and_a_rollout_does(evaluator: Evalua
 
 
 def test_vllms_lowest_temperature_is_no_other_one() -> None:
-    check_temperatures([0.01], 0.002)
-    check_temperatures([], 0.0)
+    check_sampling([(0.01, 1.0)], EvalConfig(temperature=0.002))
+    # vLLM sets top_p to 1 where it takes the likeliest token.
+    check_sampling([(0.0, 1.0)], EvalConfig(temperature=0.0, top_p=0.5))
+    check_sampling([], EvalConfig(temperature=0.0))
     with pytest.raises(EngineStateError):
-        check_temperatures([0.0, 0.6], 0.0)
+        check_sampling([(0.0, 1.0), (0.6, 1.0)], EvalConfig(temperature=0.0))

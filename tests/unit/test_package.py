@@ -69,8 +69,7 @@ def test_without_datasets_a_set_of_the_hub_is_refused_in_one_line(
             "not installed; "
         )
         assert (
-            str(caught.value)
-            == f"{message}pip install 'grpo_spmd[datasets]', or give a .jsonl or .parquet file"
+            str(caught.value) == f"{message}pip install datasets, or give a .jsonl or .parquet file"
         )
 
 

@@ -6,16 +6,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import DataConfig
+from grpo_spmd.config.schema import AdvantageConfig, DataConfig, EnvironmentConfig, RolloutConfig
 from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
 from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
-from grpo_spmd.proofs.batch_check import check_data, check_stop_ids
+from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
+from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
@@ -283,6 +286,40 @@ def test_the_check_of_the_data_stops_no_run_over_a_new_day_or_a_moved_file(tmp_p
     assert "token ids" in check_data(changed, scored, _Tokenizer(), data).errors[0]
     source.unlink()
     assert check_data(changed, scored, _Tokenizer(), data).errors == []
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "error"),
+    [
+        ("ab.", "stop", ""),
+        ("abcd", "length", ""),
+        ("\x07", "stop", ""),  # the stop token
+        ("ab", "stop", "that ends with 98 has finish_reason 'stop'"),
+        ("abc.", "length", "that ends with 46 has finish_reason 'length'"),
+        ("a.b.", "stop", "goes on after a token that ends it"),
+        ("a.bc", "length", "goes on after a token that ends it"),
+        # A letter that is not complete yet: vLLM has not looked at the text.
+        (".\ufffdb.", "stop", "goes on after a token that ends it"),
+        (".\ufffd.", "stop", ""),
+        # A blank that some tokenizers drop in front of the first word.
+        ("No", "stop", ""),
+        ("Noab", "length", ""),
+    ],
+)
+def test_a_turn_ends_at_its_first_stop_string(text: str, reason: str, error: str) -> None:
+    rollout = RolloutConfig(stop=(".", " No"), max_completion_tokens=4)
+    settings: Any = SimpleNamespace(
+        rollout=rollout,
+        advantage=AdvantageConfig(),
+        loss=None,
+        reward_weights=[],
+        stop_ids=frozenset({7}),
+        environment=EnvironmentConfig(),
+    )
+    check = BatchCheck(settings, _Tokenizer())
+    result = CheckResult()
+    check._check_turns(result, Completion([*map(ord, text)], [0.0] * len(text), reason))
+    assert [error in line for line in result.errors] == [True] * bool(error), result.errors
 
 
 def test_stop_tokens_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path) -> None:

@@ -96,6 +96,7 @@ def test_each_of_what_makes_a_completion_must_match(
         dataclasses.replace(config, seed=1),
         rollout(temperature=0.9),
         rollout(max_completion_tokens=13),
+        rollout(stop=(".",)),
     ):
         assert count(second) == 0
     assert (

@@ -8,12 +8,18 @@ import signal
 import threading
 import time
 from fractions import Fraction
+from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import DataConfig, RewardConfig
+from grpo_spmd.data.rows import read_rows
+from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.sandbox.sandbox import each_within
 from grpo_spmd.rewards.verifiers import SHIPPED, last_number, python_code
@@ -32,6 +38,49 @@ def _shipped(
     assert plain == chat
     assert plain is None or isinstance(plain, float)
     return plain
+
+
+# The column of the right answer
+
+
+@pytest.mark.parametrize("name", ["exact", "gsm8k", "math"])
+def test_verls_rows_are_read_as_they_are(name: str, tmp_path: Path) -> None:
+    """A parquet of its examples/data_preprocess/gsm8k.py: the answer is inside of a column."""
+    rows = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{n} + 2?"}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(n + 2)},
+            "extra_info": {"split": "train", "index": n, "answer": f"so #### {n + 2}"},
+        }
+        for n in range(3)
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    read = read_rows(DataConfig(train=str(tmp_path / "train.parquet")))
+    assert read[1].prompt == [{"role": "user", "content": "1 + 2?"}]
+    columns = {key: [row.columns[key] for row in read] for key in read[0].columns}
+    texts = ["2", "3", "9"] if name == "exact" else [r"\boxed{2}", r"\boxed{3}", r"\boxed{9}"]
+
+    def scores(column: str) -> list[float | None]:
+        config = RewardConfig(name=name, args={"column": column})
+        (reward,) = load_rewards([config])
+        assert reward.needs == (column.partition(".")[0],)
+        assert [*check_gold([config], read)] == []
+        result: list[float | None] = reward.function(
+            prompts=[row.prompt for row in read], completions=texts, completion_ids=[[]], **columns
+        )
+        return result
+
+    assert scores("reward_model.ground_truth") == [1.0, 1.0, 0.0]
+    if name == "gsm8k":
+        assert scores("extra_info.answer") == [1.0, 1.0, 0.0]
+    # A name that is not there: seen before anything is sampled.
+    for column in ("reward_model.truth", "data_source.truth"):
+        with pytest.raises(ConfigError, match=rf"in '{column}' \(null\), as in 3 of 3 rows"):
+            scores(column)
+    # Without the option the column is `answer`, as ever.
+    assert load_rewards([RewardConfig(name=name)])[0].needs == ("answer",)
 
 
 # exact, format, gsm8k

@@ -26,13 +26,13 @@ from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import PolicyUpdater, ValueHead, attach_logprobs
+from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.log import loss_metrics
 from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.rollout_writer import rollout_records
-from grpo_spmd.parts import make_step_rules
+from grpo_spmd.parts import make_step_rules, open_updater
 from grpo_spmd.records import (
     Decision,
     MicroBatch,
@@ -232,7 +232,7 @@ def train(
         if config.teacher.is_on:
             notes.append("the teacher is left out, as the policy is: the loss is that without it")
         if config.critic.path is None:
-            sums = _make_updater(_EngineAsPolicy(), config).measure(batch)
+            sums = open_updater(config, _EngineAsPolicy()).measure(batch)
             loss = loss_metrics(sums, config.loss)["loss/policy"]
             return ReplayedUpdate({"loss/policy": loss}, decision)
         notes.append("the critic's advantages are not recomputed: the critic is not here either")
@@ -255,10 +255,11 @@ def train(
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
     prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
-    needs_tokenizer = config.teacher.prompt_key is not None
-    tokenizer = load_tokenizer(config.model.path) if needs_tokenizer else None
+    tokenizer = None
+    if config.teacher.prompt_key is not None:
+        tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     signals = open_signals(config, policy, session, reference, prompts.__getitem__, tokenizer)
-    updater = _make_updater(policy, config, signals.value_head)
+    updater = open_updater(config, policy, signals.value_head)
     if source is not None:
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), signals.critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
@@ -278,17 +279,6 @@ def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[flo
             for index, rollout_id in enumerate(micro_batch.rollout_ids):
                 logprobs[rollout_id] = scores[micro_batch.sequence_index == index].tolist()
     return logprobs
-
-
-def _make_updater(policy: Policy, config: Config, head: ValueHead | None = None) -> PolicyUpdater:
-    return PolicyUpdater(
-        policy,
-        config.optimizer,
-        config.loss,
-        config.policy_training,
-        config.rollout.max_completion_tokens,
-        head,
-    )
 
 
 def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:

@@ -74,6 +74,9 @@ def main() -> None:
     assert sampled.evaluate_if_due(1) == {}  # every second step
     assert sampled.evaluate(1) == sampled_metrics  # the same random numbers at each evaluation
     greedy_metrics = evaluator(held_out, greedy).evaluate(1)
+    # A nucleus so small holds the likeliest token alone.
+    nucleus = EvalConfig(every_steps=2, num_samples=1, temperature=1.0, top_p=1e-9)
+    assert evaluator(held_out, nucleus).evaluate(1) == greedy_metrics
     # One prompt, one sample: somewhere a rank has nothing to score, and takes part all the same.
     alone = {"e1": held_out["e1"]}
     assert evaluator(alone, greedy).evaluate(1) == {
