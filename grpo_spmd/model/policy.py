@@ -65,6 +65,7 @@ class Policy(nn.Module):
             logits, temperature=logits.temperature * divisor, softcap=softcap
         )
         self.attention = attention
+        self.compute_dtype = dtype
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -183,6 +184,7 @@ def build_policy(
     folder = checkpoint_folder(config.path)
     stored_names = refuse_tensors(policy.model, folder)
     policy.max_rollout_tokens = max_rollout_tokens
+    policy.compute_dtype = compute
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
     if has_adapters:
