@@ -267,7 +267,7 @@ def _try_reward(
             reply = ask({"reward": number, "keywords": keywords})
         except TypeError as error:
             raise ConfigError(f"{row.where}: {error}") from None
-        written |= reply.get("extra", {}).keys()
+        written.update(reply.get("extra", {}))
         name = f"{key}: {reward.name!r}"
         if "broken" in reply:
             raise ConfigError(f"{name} {reply['broken']}")

@@ -198,7 +198,7 @@ def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
         assert not faulty, faulty
         assert (result["teacher/kl"] == 0.0) == (kind == "sampled")
         if kind == LIVE:
-            actual[kind, "adapters"] = result
+            actual["adapters", kind] = result
     return actual
 
 
