@@ -1,6 +1,6 @@
 """Makes a demo's model and prompts, from a seed and without a download; or runs the demo's judge.
 
-python -m grpo_spmd.demo [countdown|tools|compacting|distill|rm] [--out .demo] [--seed 0] [--numbers 2|3-4]
+python -m grpo_spmd.demo [NAME] [--out .demo] [--seed 0] [--numbers 2|3-4]
 python -m grpo_spmd.demo judge
 """
 
@@ -23,7 +23,7 @@ from grpo_spmd.distributed import interrupt
 # By name: what writes the demo's models, and returns its rows.
 _FILLS = {
     "tools": fill_tools_demo,
-    "compacting": functools.partial(fill_tools_demo, draw_turns=compacting_turns, num_items=3),
+    "compacting": functools.partial(fill_tools_demo, draw_turns=compacting_turns),
     "distill": fill_distillation_demo,
     "rm": fill_reward_model_demo,
 }

@@ -1,9 +1,9 @@
 """The agent of the compaction demo, as a user would write it: it has the model summarise the
 history when the context gets long, and goes on with the summary alone.
 
-"c,f,a" asks for the counts of three items, and all look-ups do not fit into the context. A count
-that is missing in the summary is lost, so the summary is trained as every other turn: its tokens
-have the episode's reward, in the context in which they were sampled.
+"c,f" asks for the counts of two items, and both look-ups with the answer do not fit into the
+context. A count that is missing in the summary is lost, so the summary is trained as every other
+turn: its tokens have the episode's reward, in the context in which they were sampled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import openai
 
 from grpo_spmd.demo.stockroom import Stockroom
+from grpo_spmd.demo.tools import SUMMARISE
 
-SUMMARISE = "?"
 _TOOLS: Any = [
     {
         "type": "function",
@@ -33,9 +33,9 @@ _TOOLS: Any = [
 
 
 async def rollout(
-    task: dict[str, Any], base_url: str, api_key: str, model: str, compact_at_tokens: int = 24
+    task: dict[str, Any], base_url: str, api_key: str, model: str, compact_at_tokens: int = 12
 ) -> float:
-    """Returns 1.0 if the model's answer has the counts of the wanted items, as in "7,3,5"."""
+    """Returns 1.0 if the model's answer has the counts of the wanted items, as in "7,3"."""
     room = Stockroom()
     room.reset(**task)
     question = task["prompt"][0]

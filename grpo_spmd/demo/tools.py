@@ -93,12 +93,11 @@ def make_tokenizer(folder: Path) -> Any:
     return fast
 
 
-def questions(num_items: int = 2) -> list[dict[str, Any]]:
-    """Returns the data set: one row for each choice of items, columns prompt (a chat) and
-    wanted."""
+def questions() -> list[dict[str, Any]]:
+    """Returns the data set: one row for each two items, columns prompt (a chat) and wanted."""
     return [
-        {"prompt": [{"role": "user", "content": ",".join(items)}], "wanted": list(items)}
-        for items in itertools.permutations(ITEMS, num_items)
+        {"prompt": [{"role": "user", "content": ",".join(pair)}], "wanted": list(pair)}
+        for pair in itertools.permutations(ITEMS, 2)
     ]
 
 
@@ -139,24 +138,25 @@ def _look_ups(items: Sequence[str], counts: Sequence[int]) -> Turns:
 
 
 def compacting_turns(rng: random.Random, is_careful: bool) -> Turns:
-    """Returns one context of an episode of the compaction demo, up to its summary or after it.
+    """Returns one context of an episode of the compaction demo: it ends with a summary after each
+    look-up, or with the answer.
 
     The careless teacher mostly writes down counts that it never read."""
-    wanted = rng.sample(ITEMS, 3)
+    wanted = rng.sample(ITEMS, 2)
     counts = [rng.randint(0, 9) for _ in wanted]
-    noted = [
-        rng.randint(0, 9) if not is_careful and rng.random() > _NOTED_FRAC else count
-        for count in counts[:2]
-    ]
-    summary = "".join(f"{item}{count}" for item, count in zip(wanted, noted, strict=False))
+    num_noted = rng.randint(0, 2)
     question = ",".join(wanted)
-    if rng.random() < 0.5:
-        *history, (result, _) = _look_ups(wanted[:2], counts)
-        request = result.removesuffix("<|assistant|>") + _question(SUMMARISE)[0]
-        return [_question(question), *history, (request, False), (summary + _END, True)]
-    answer = ",".join(map(str, [*noted, counts[2]]))
-    looked_up = _look_ups(wanted[2:], counts[2:])
-    return [_question(f"{question}|{summary}"), *looked_up, (answer + _END, True)]
+    if num_noted:
+        question += f"|{','.join(map(str, counts[:num_noted]))}"
+    noted = counts[: num_noted + 1]
+    turns = [_question(question), *_look_ups(wanted[num_noted:][:1], counts[num_noted:])]
+    if num_noted < 2:
+        result, _ = turns.pop()
+        request, _ = _question(SUMMARISE)
+        turns.append((result.removesuffix("<|assistant|>") + request, False))
+        if not is_careful and rng.random() > _NOTED_FRAC:
+            noted[-1] = rng.randint(0, 9)
+    return [*turns, (",".join(map(str, noted)) + _END, True)]
 
 
 def make_examples(
@@ -182,7 +182,7 @@ def make_examples(
 
 
 def fill_tools_demo(
-    model: Path, seed: int, draw_turns: DrawTurns = teacher_turns, num_items: int = 2
+    model: Path, seed: int, draw_turns: DrawTurns = teacher_turns
 ) -> list[dict[str, Any]]:
     """Writes the policy into `model`. Returns the rows."""
     examples = make_examples(make_tokenizer(model), seed, draw_turns)
@@ -191,4 +191,4 @@ def fill_tools_demo(
     rates += [_CARELESS_LR] * _CARELESS_STEPS
     config = model_config(vocab_size=272, max_position_embeddings=512)
     make_model(model, seed, config, batch_of=examples, learning_rates=rates)
-    return questions(num_items)
+    return questions()
