@@ -17,13 +17,13 @@ from grpo_spmd.demo.countdown import fill_distillation_demo, make_demo
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import make_folder, temporary_folder
 from grpo_spmd.demo.reward_model import fill_reward_model_demo
-from grpo_spmd.demo.tools import compacting_turns, fill_tools_demo
+from grpo_spmd.demo.tools import fill_compacting_demo, fill_tools_demo
 from grpo_spmd.distributed import interrupt
 
 # By name: what writes the demo's models, and returns its rows.
 _FILLS = {
     "tools": fill_tools_demo,
-    "compacting": functools.partial(fill_tools_demo, draw_turns=compacting_turns),
+    "compacting": fill_compacting_demo,
     "distill": fill_distillation_demo,
     "rm": fill_reward_model_demo,
 }

@@ -192,3 +192,8 @@ def fill_tools_demo(
     config = model_config(vocab_size=272, max_position_embeddings=512)
     make_model(model, seed, config, batch_of=examples, learning_rates=rates)
     return questions()
+
+
+def fill_compacting_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the policy of the compaction demo into `model`. Returns the rows."""
+    return fill_tools_demo(model, seed, compacting_turns)

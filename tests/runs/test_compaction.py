@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(tools, "_CARELESS_STEPS", 0)
 
         def fill(model: Path) -> list[dict[str, Any]]:
-            return tools.fill_tools_demo(model, 0, tools.compacting_turns)
+            return tools.fill_compacting_demo(model, 0)
 
         make_folder(folder / "demo", {}, fill)
     startup.end()
