@@ -108,7 +108,9 @@ def test_after_a_compaction_the_history_is_gone(run: Path) -> None:
         questions = [text.split("<|user|>")[1].split("<|end|>")[0] for text in contexts]
         assert len({question.partition("|")[0] for question in questions}) == 1
         for question in questions:
-            if "|" in question:
+            summary = question.partition("|")[2]
+            # A call in the place of a summary has no text.
+            if summary:
                 num_seen += 1
-                assert question.partition("|")[2] in ends
+                assert summary in ends
     assert num_seen > 10
