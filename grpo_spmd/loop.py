@@ -73,7 +73,7 @@ def _train_step(run: Run, step: int) -> None:
             keep_scores=kept_scores,
         )
         decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-        decision = run.signals.attach(batch, decision, stop_check)
+        decision = run.signals.attach(batch, decision, stop_check, sampled)
     with phase("reward"):
         run.dump.write_if_due(step, sampled, decision)
     run.preemption.check_before_update()

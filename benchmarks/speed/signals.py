@@ -120,9 +120,10 @@ class Step:
         self.offload.after_sync()
 
     def train(self) -> Reductions:
-        config, (batch, decision) = self.config, assemble_batch(self._sampled(), self.session)
+        config, sampled = self.config, self._sampled()
+        batch, decision = assemble_batch(sampled, self.session)
         attach_logprobs(self.policy, None, batch, config.loss, config.training.num_optimizer_steps)
-        self.signals.attach(batch, decision, lambda _: None)
+        self.signals.attach(batch, decision, lambda _: None, sampled)
         return self.updater.update(batch) | self.signals.update(batch)
 
     def _sampled(self) -> SampledStep:

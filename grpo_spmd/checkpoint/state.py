@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from grpo_spmd.config.schema import POLICY
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
@@ -110,8 +111,6 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
     digests = {}
     for key, value in config.items():
         path = str(value)
-        # such a critic has no model of its own
-        is_shared = key == "critic.path" and path == "policy"
         if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
             # functions are FILE:FUNCTION, rubrics and templates are FILE
             file = Path(path)
@@ -120,7 +119,10 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
             revision = config.get(f"{key.removesuffix('model')}revision")
             folder = checkpoint_folder(path, revision)
             digests[f"{key} ({path})"] = model_fingerprint(folder)
-        elif value and re.fullmatch(r"critic\.path|teacher\.path(\.[^=]+)?", key) and not is_shared:
+        # The policy itself is no further model.
+        elif (
+            value and path != POLICY and re.fullmatch(r"critic\.path|teacher\.path(\.[^=]+)?", key)
+        ):
             digests[f"the model of {key}"] = model_fingerprint(checkpoint_folder(path))
     for name, file in files.items():
         if file.is_file():

@@ -26,7 +26,7 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
 from grpo_spmd.config.rules import met_conditions
-from grpo_spmd.config.schema import ADAPTER_RANKS, Config, LoraConfig
+from grpo_spmd.config.schema import ADAPTER_RANKS, POLICY, Config, LoraConfig
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
@@ -96,6 +96,8 @@ class ExtraPasses(NamedTuple):
     reference: int
     # Values of a critic that is a head on the policy's layers.
     policy_values: int
+    # Of teachers that are the policy or the reference.
+    shared_teachers: int
 
 
 def extra_passes(config: Config) -> ExtraPasses:
@@ -107,7 +109,17 @@ def extra_passes(config: Config) -> ExtraPasses:
         old_logprobs=int(loss.old_logprobs != "engine" and needs_old),
         reference=int(loss.kl_coef > 0),
         policy_values=int(config.critic.is_on_policy),
+        shared_teachers=int(
+            any(is_shared_teacher(config, path) for path in config.teacher.paths.values())
+        ),
     )
+
+
+def is_shared_teacher(config: Config, path: str) -> bool:
+    """Returns True if a teacher is the policy, with or without its adapters, or the reference."""
+    if path == POLICY:
+        return True
+    return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:

@@ -26,6 +26,7 @@ from grpo_spmd.checks.memory import (
     TRAINED_ITEMSIZE,
     Row,
     engine_tokens,
+    is_shared_teacher,
     judge_prompt_tokens,
     replica_ranks,
     shard_numel,
@@ -33,7 +34,7 @@ from grpo_spmd.checks.memory import (
 )
 from grpo_spmd.checks.model_folder import check_model, find_model_folder, num_embeddings
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import VALUE_HEADS, Config, DataConfig, LoraConfig
+from grpo_spmd.config.schema import POLICY, VALUE_HEADS, Config, DataConfig, LoraConfig
 from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.files import read_model_config
@@ -244,11 +245,6 @@ def side_models(config: Config) -> list[SideModel]:
     return models
 
 
-def is_shared_teacher(config: Config, path: str) -> bool:
-    """Returns True if a teacher is the reference model, or the policy with its adapters off."""
-    return path == config.model.path and bool(config.model.lora.rank or config.loss.kl_coef)
-
-
 def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
     """Yields the memory of teachers, critic and reward models on one rank, for `--explain`."""
     yield from _shared_teacher_rows(config)
@@ -302,8 +298,11 @@ def _shared_teacher_rows(config: Config) -> Iterator[Row]:
         )
     for name, path in config.teacher.paths.items():
         if is_shared_teacher(config, path):
-            has_adapters = bool(config.model.lora.rank)
-            owner = "the policy's own, its adapters off" if has_adapters else "the reference's"
+            owner = "the reference's"
+            if path == POLICY:
+                owner = "the model that trains, as it is before the step's updates"
+            elif config.model.lora.rank:
+                owner = "the policy's own, its adapters off"
             yield Row(f"teacher {name}".strip(), "0 B", f"{path} is {owner}")
 
 
@@ -320,6 +319,7 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
         check_servers(config, num_ranks=num_ranks, to_run=to_run)
     for name, path in config.teacher.paths.items():
         key = f"teacher.path.{name}" if name else "teacher.path"
+        path = config.model.path if path == POLICY else path
         # vLLM does not run a teacher: its folder is checked as if on one rank, without adapters.
         model = dataclasses.replace(config.model, path=path, lora=LoraConfig())
         rollout = dataclasses.replace(config.rollout, tensor_parallel_size=1, engine={})

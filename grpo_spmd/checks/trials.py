@@ -24,7 +24,7 @@ from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.rules import check_known_rewards
 from grpo_spmd.config.schema import Config, RewardConfig
-from grpo_spmd.data.rows import PromptRow, key_and_source
+from grpo_spmd.data.rows import PromptRow, columns_of, key_and_source
 from grpo_spmd.model.config_json import local_folder
 from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess
@@ -74,6 +74,7 @@ def _try(config: Config, inputs: Inputs) -> list[str]:
     """Returns the warnings of all trials. Raises ConfigError for what can never work."""
     warnings = [*_knock(config)]
     called: dict[str, tuple[RewardConfig, Reward]] = {}
+    written: set[str] = set()
     looking: list[RewardConfig] = []
     for (index, reward), loaded in zip(_pool_rewards(config), inputs.rewards, strict=True):
         if loaded.looks_at_environments:
@@ -89,7 +90,12 @@ def _try(config: Config, inputs: Inputs) -> list[str]:
             for number, (key, (reward, loaded)) in enumerate(called.items()):
                 seconds = reward.timeout_s or config.reward_pool.timeout_s
                 ask = partial(trial.ask, seconds=seconds)
-                warnings += _try_reward(ask, number, key, reward=loaded, inputs=inputs)
+                warnings += _try_reward(
+                    ask, number, key, reward=loaded, inputs=inputs, written=written
+                )
+    # A reward that failed may write in the run.
+    if not warnings:
+        _check_teacher_template(config, inputs.columns | written)
     if config.environment.is_on:
         warnings += _try_environment(config, inputs, looking)
     return warnings
@@ -109,6 +115,16 @@ def _summary(config: Config, inputs: Inputs, view: PromptView) -> str:
     }
     parts += [name for name, value in is_on.items() if value]
     return f"checked: {', '.join(parts)}"
+
+
+def _check_teacher_template(config: Config, columns: set[str]) -> None:
+    """Raises ConfigError if teacher.prompt_template names a column that nobody writes."""
+    missing = columns_of(config.teacher.prompt_template or "") - columns - {"prompt"}
+    if missing:
+        raise ConfigError(
+            f"teacher.prompt_template names {', '.join(sorted(missing))}, which is no column of "
+            "the data, and no reward function writes it: log_extra(name, one text a completion)"
+        )
 
 
 def _notes(config: Config, inputs: Inputs, view: PromptView) -> Iterator[str]:
@@ -227,10 +243,12 @@ def _try_reward(
     *,
     reward: Reward,
     inputs: Inputs,
+    written: set[str],
 ) -> Iterator[str]:
     """Yields a warning if a function fails for row 1. Raises ConfigError for a wrong type.
 
-    `number` is the function's in the process that `ask` asks, `key` its entry in the config.
+    `number` is the function's in the process that `ask` asks, `key` its entry in the config. The
+    columns that it writes with log_extra are added to `written`.
     """
     row = inputs.rows[0]
     gold = next((row.columns[name] for name in _GOLD_COLUMNS if name in row.columns), None)
@@ -250,6 +268,7 @@ def _try_reward(
             reply = ask({"reward": number, "keywords": keywords})
         except TypeError as error:
             raise ConfigError(f"{row.where}: {error}") from None
+        written.update(reply.get("extra", {}))
         name = f"{key}: {reward.name!r}"
         if "broken" in reply:
             raise ConfigError(f"{name} {reply['broken']}")

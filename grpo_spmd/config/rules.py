@@ -20,6 +20,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (
     ADAPTER_RANKS,
     PHASES,
+    POLICY,
     TRACKERS,
     Config,
     LoggingConfig,
@@ -269,9 +270,17 @@ def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
 
 def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
     teacher = config.teacher
-    if teacher.is_on and teacher.prompt_key is not None and config.environment.is_on:
+    if teacher.prompt_key is not None and teacher.prompt_template is not None:
+        yield "teacher has prompt_key and prompt_template, and takes one of them; take one out"
+    if POLICY in teacher.paths.values() and not teacher.sees_other_prompt:
         yield (
-            "teacher.prompt_key with an environment: an episode's prompt comes again in its later "
+            "teacher.path: policy teaches nothing after the policy's own prompt; set "
+            "teacher.prompt_key or teacher.prompt_template (a folder of that name is ./policy)"
+        )
+    if teacher.is_on and teacher.sees_other_prompt and config.environment.is_on:
+        key = "prompt_key" if teacher.prompt_template is None else "prompt_template"
+        yield (
+            f"teacher.{key} with an environment: an episode's prompt comes again in its later "
             "turns, where the teacher's would not; leave one of them out"
         )
     # Without rewards all advantages of a group are equal.

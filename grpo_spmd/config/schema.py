@@ -33,6 +33,9 @@ DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Trackers, which are also the names of their packages.
 TRACKERS = ("wandb", "tensorboard", "trackio")
+# As teacher.path or critic.path: no model of its own, but the policy. A folder of that name is
+# ./policy.
+POLICY = "policy"
 # Names of the value head in checkpoints: in transformers' classifiers, in TRL, elsewhere.
 VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 
@@ -367,7 +370,8 @@ class TeacherConfig:
 
     path: dict[str, str] | FilePath = _no_entries()
     """teacher model for distillation on the policy's own rollouts: a folder or hub id, which may be
-    model.path itself; or {name: path}, and the row's column `teacher` chooses by name"""
+    model.path itself; policy: the policy as it is before the step's updates, which needs another
+    prompt; or {name: path}, and the row's column `teacher` chooses by name"""
     url: dict[str, str] | str = _no_entries()
     """address of a vLLM server, http(s)://host:port/v1/completions, in place of path; it is asked
     for the logprobs of prompt and completion as token ids; or {name: address}"""
@@ -384,6 +388,11 @@ class TeacherConfig:
     """number of tokens for loss: topk"""
     prompt_key: str | None = None
     """column with another prompt for the teacher, e.g. one that includes the solution"""
+    prompt_template: str | None = None
+    """builds the teacher's prompt from columns in braces, in place of prompt_key: columns of the
+    data, and those that a reward function writes with log_extra; {prompt} is the policy's own. A
+    completion for which a column is null, or whose prompt would be too long, is scored after the
+    policy's own"""
     model: str | None = None
     """name of the model at the server; null: the only one it has"""
     timeout_s: Seconds = 120.0
@@ -403,6 +412,11 @@ class TeacherConfig:
     def paths(self) -> dict[str, str]:
         """Paths by the teacher's name; a single teacher's name is ""."""
         return _by_name(self.path)
+
+    @property
+    def sees_other_prompt(self) -> bool:
+        """True if teachers may see another prompt than the policy does."""
+        return self.prompt_key is not None or self.prompt_template is not None
 
     @property
     def urls(self) -> dict[str, str]:
@@ -469,7 +483,7 @@ class CriticConfig:
     @property
     def is_on_policy(self) -> bool:
         """True if the critic is a value head on the policy and has no layers of its own."""
-        return self.path == "policy"
+        return self.path == POLICY
 
 
 @dataclass(frozen=True, kw_only=True)

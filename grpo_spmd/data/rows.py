@@ -27,6 +27,9 @@ from grpo_spmd.data.cache import Entry, EntryWriter, digest_of, load_or_make, st
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.files import reject_duplicates
 
+# A column in a template. str.format is not used: many prompts contain braces, and LaTeX's
+# \boxed{answer} is no column.
+_COLUMN = re.compile(r"(\\\w+)?\{(\w+)\}")
 Messages = list[dict[str, Any]]
 # The number of rows of a parquet file that are in memory at a time.
 _NUM_PARQUET_ROWS = 1024
@@ -287,16 +290,27 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
     if config.prompt_template is None:
         return column(config.prompt_key, "data.prompt_key")
 
-    # str.format is not used: many prompts contain braces, and LaTeX's \boxed{answer} is no column.
-    def fill(match: re.Match[str]) -> str:
-        if match[1] is not None:
-            return match[0]
-        value = column(match[2], "data.prompt_template")
+    def text(name: str) -> str:
+        value = column(name, "data.prompt_template")
         if value is None:
-            raise ConfigError(f"{location}: the column {match[2]!r} (data.prompt_template) is null")
+            raise ConfigError(f"{location}: the column {name!r} (data.prompt_template) is null")
         return str(value)
 
-    return re.sub(r"(\\\w+)?\{(\w+)\}", fill, config.prompt_template)
+    return fill_columns(config.prompt_template, text)
+
+
+def fill_columns(template: str, text_of: Callable[[str], str]) -> str:
+    """Returns a template with the text of each column that it names in braces."""
+
+    def fill(match: re.Match[str]) -> str:
+        return match[0] if match[1] is not None else text_of(match[2])
+
+    return _COLUMN.sub(fill, template)
+
+
+def columns_of(template: str) -> set[str]:
+    """Returns the names of the columns in a template."""
+    return {name for command, name in _COLUMN.findall(template) if not command}
 
 
 def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Messages:

@@ -181,7 +181,7 @@ def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, 
         batch = rows[start : start + _BATCH]
         tokens: Iterable[Tokens]
         try:
-            tokens = _tokenize_batch(batch, tokenizer)
+            tokens = tokenize_batch(batch, tokenizer)
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
@@ -192,7 +192,7 @@ def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, 
     startup.note("")
 
 
-def _tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[Tokens]:
+def tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[Tokens]:
     """Returns the rows' tokens. Raises any error of a template or the tokenizer."""
     tokens: dict[int, Tokens] = {}
     texts = {i: row.prompt for i, row in enumerate(batch) if isinstance(row.prompt, str)}
@@ -257,7 +257,7 @@ def _tokenize_row(row: PromptRow, tokenizer: Any) -> Tokens:
         raise ConfigError(no_template(row.where))
     with panics_named(row.where):
         try:
-            return _tokenize_batch([row], tokenizer)[0]
+            return tokenize_batch([row], tokenizer)[0]
         # A template may refuse with any error, e.g. for an unknown order of roles.
         except Exception as error:
             if not is_chat:

@@ -1,7 +1,6 @@
 """Makes a demo's model and prompts, from a seed and without a download; or runs the demo's judge.
 
-python -m grpo_spmd.demo [countdown|tools|experts|distill|rm] [--out .demo] [--seed 0]
-                         [--numbers 2|3-4]
+python -m grpo_spmd.demo [NAME] [--out .demo] [--seed 0] [--numbers 2|3-4]
 python -m grpo_spmd.demo judge
 """
 
@@ -18,13 +17,14 @@ from grpo_spmd.demo.countdown import fill_distillation_demo, fill_experts_demo, 
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import make_folder, temporary_folder
 from grpo_spmd.demo.reward_model import fill_reward_model_demo
-from grpo_spmd.demo.tools import fill_tools_demo
+from grpo_spmd.demo.tools import fill_compacting_demo, fill_tools_demo
 from grpo_spmd.distributed import interrupt
 
 # By name: what writes the demo's models, and returns its rows.
 _FILLS = {
     "tools": fill_tools_demo,
     "experts": fill_experts_demo,
+    "compacting": fill_compacting_demo,
     "distill": fill_distillation_demo,
     "rm": fill_reward_model_demo,
 }

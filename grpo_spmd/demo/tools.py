@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,13 @@ _CARELESS_LR = 1e-3
 # Of the careless teacher's episodes. In the others one item is looked up.
 _CORRECT_FRAC = 0.3
 _GUESS_FRAC = 0.5
+# Of the counts in a careless teacher's summary.
+_NOTED_FRAC = 0.5
+SUMMARISE = "?"
+# The turns of a context: texts, and whether the model is trained on them.
+Turns = list[tuple[str, bool]]
+# Draws the turns of one context, of a careful or a careless teacher.
+DrawTurns = Callable[[random.Random, bool], Turns]
 
 
 def make_tokenizer(folder: Path) -> Any:
@@ -98,7 +105,7 @@ def call_text(item: str) -> str:
     return f"{_CALL_BEGIN}{_JSON_BEGIN}{item}{_JSON_END}{_CALL_END}"
 
 
-def teacher_turns(rng: random.Random, is_careful: bool) -> list[tuple[str, bool]]:
+def teacher_turns(rng: random.Random, is_careful: bool) -> Turns:
     """Returns one episode of the teacher as a list of (text, is trained).
 
     The texts alternate between the teacher's turns, which are trained, and those of user and tool.
@@ -111,17 +118,50 @@ def teacher_turns(rng: random.Random, is_careful: bool) -> list[tuple[str, bool]
         num_calls = 2
     elif kind < _CORRECT_FRAC + _GUESS_FRAC:
         num_calls = 0
-    # The model is trained on its own turns, not on what user and tool say.
-    turns = [(f"<|user|>{','.join(wanted)}{_END}<|assistant|>", False)]
-    for item, count in zip(wanted[:num_calls], counts, strict=False):
-        turns.append((call_text(item) + _END, True))
-        turns.append((f"<|tool|>{count}{_END}<|assistant|>", False))
     guesses = [rng.randint(0, 9) for _ in wanted[num_calls:]]
     answer = ",".join(map(str, counts[:num_calls] + guesses))
-    return [*turns, (answer + _END, True)]
+    looked_up = _look_ups(wanted[:num_calls], counts)
+    return [_question(",".join(wanted)), *looked_up, (answer + _END, True)]
 
 
-def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
+def _question(text: str) -> tuple[str, bool]:
+    # The model is trained on its own turns, not on what user and tool say.
+    return f"<|user|>{text}{_END}<|assistant|>", False
+
+
+def _look_ups(items: Sequence[str], counts: Sequence[int]) -> Turns:
+    turns: Turns = []
+    for item, count in zip(items, counts, strict=False):
+        turns.append((call_text(item) + _END, True))
+        turns.append((f"<|tool|>{count}{_END}<|assistant|>", False))
+    return turns
+
+
+def compacting_turns(rng: random.Random, is_careful: bool) -> Turns:
+    """Returns one context of an episode of the compaction demo: it ends with a summary after each
+    look-up, or with the answer.
+
+    The careless teacher mostly writes down counts that it never read."""
+    wanted = rng.sample(ITEMS, 2)
+    counts = [rng.randint(0, 9) for _ in wanted]
+    num_noted = rng.randint(0, 2)
+    question = ",".join(wanted)
+    if num_noted:
+        question += f"|{','.join(map(str, counts[:num_noted]))}"
+    noted = counts[: num_noted + 1]
+    turns = [_question(question), *_look_ups(wanted[num_noted:][:1], counts[num_noted:])]
+    if num_noted < 2:
+        result, _ = turns.pop()
+        request, _ = _question(SUMMARISE)
+        turns.append((result.removesuffix("<|assistant|>") + request, False))
+        if not is_careful and rng.random() > _NOTED_FRAC:
+            noted[-1] = rng.randint(0, 9)
+    return [*turns, (",".join(map(str, noted)) + _END, True)]
+
+
+def make_examples(
+    tokenizer: Any, seed: int, draw_turns: DrawTurns = teacher_turns
+) -> Callable[[int], list[Example]]:
     """Returns a function that gives the teacher's episodes for each step of the warm start."""
     rng = random.Random(seed)
 
@@ -133,7 +173,7 @@ def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
     def example(step: int) -> Example:
         ids: list[int] = []
         is_trained: list[bool] = []
-        for text, is_answer in teacher_turns(rng, is_careful=step < _CORRECT_STEPS):
+        for text, is_answer in draw_turns(rng, step < _CORRECT_STEPS):
             ids += encode(text)
             is_trained += [is_answer] * len(encode(text))
         return Example(ids, is_trained)
@@ -141,12 +181,19 @@ def make_examples(tokenizer: Any, seed: int) -> Callable[[int], list[Example]]:
     return lambda step: [example(step) for _ in range(_BATCH_SIZE)]
 
 
-def fill_tools_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+def fill_tools_demo(
+    model: Path, seed: int, draw_turns: DrawTurns = teacher_turns
+) -> list[dict[str, Any]]:
     """Writes the policy into `model`. Returns the rows."""
-    examples = make_examples(make_tokenizer(model), seed)
+    examples = make_examples(make_tokenizer(model), seed, draw_turns)
     rates = [_CORRECT_LR * factor for factor in rise_and_fall(_CORRECT_STEPS)]
     # A small constant rate: the careless teacher must not undo how calls are written.
     rates += [_CARELESS_LR] * _CARELESS_STEPS
     config = model_config(vocab_size=272, max_position_embeddings=512)
     make_model(model, seed, config, batch_of=examples, learning_rates=rates)
     return questions()
+
+
+def fill_compacting_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the policy of the compaction demo into `model`. Returns the rows."""
+    return fill_tools_demo(model, seed, compacting_turns)

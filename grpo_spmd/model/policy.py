@@ -69,6 +69,7 @@ class Policy(nn.Module):
         self.saved = saved_layout(self.model)
         """The names and rows under which a checkpoint and the engine have the parameters that they
         do not have under their own."""
+        self.compute_dtype = dtype
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
@@ -197,6 +198,7 @@ def build_policy(
     folder = checkpoint_folder(config.path)
     stored = refuse_tensors(policy.model, folder)
     policy.max_rollout_tokens = max_rollout_tokens
+    policy.compute_dtype = compute
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
     if has_adapters:

@@ -22,6 +22,7 @@ from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
@@ -138,9 +139,7 @@ class Signals:
 
     @property
     def _active(self) -> list[Critic | Teacher]:
-        """The signals that are on. The critic comes first: it replaces advantages that a teacher
-        then adjusts."""
-        # The order in which signals attach and update.
+        """The signals that are on."""
         return [signal for signal in (self.critic, self.teacher) if signal is not None]
 
     @property
@@ -158,10 +157,15 @@ class Signals:
         learns."""
         return self.critic is not None and step <= self.critic.warmup_steps
 
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
-        """Collective. Calls `attach` of all signals."""
-        for signal in self._active:
-            decision = signal.attach(batch, decision, stop_check)
+    def attach(
+        self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, sampled: SampledStep
+    ) -> Decision:
+        """Collective. Calls `attach` of all signals. The critic comes first: it replaces advantages
+        that a teacher then adjusts."""
+        if self.critic is not None:
+            decision = self.critic.attach(batch, decision, stop_check)
+        if self.teacher is not None:
+            decision = self.teacher.attach(batch, decision, stop_check, sampled)
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:

@@ -39,9 +39,9 @@ from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 from grpo_spmd.signals.teacher import (
+    RequestFor,
     Teacher,
     TeacherCheck,
-    TeacherRequest,
     TeacherScores,
     make_request_for,
     teacher_contexts,
@@ -86,7 +86,7 @@ class ServedTeacher(Teacher):
         servers: Mapping[str, PromptLogprobs],
         policy: Policy,
         prompt_at: Callable[[int], Prompt] | None = None,
-        request_for: Callable[[Prompt], TeacherRequest] | None = None,
+        request_for: RequestFor | None = None,
         *,
         ranks: tuple[int, int] = (0, 1),
         max_error_frac: float = 1.0,
@@ -112,10 +112,16 @@ class ServedTeacher(Teacher):
         """The number of most probable tokens to ask for. 0: only the sampled tokens."""
         return self.config.top_k if self.config.loss == "topk" else 0
 
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self,
+        batch: RolloutBatch,
+        decision: Decision,
+        stop_check: StopCheck,
+        sampled: SampledStep | None = None,
+    ) -> Decision:
         """Collective. Asks the servers and writes a TeacherSignal into every micro-batch. Raises
         RewardError on all ranks if too many rollouts have no answer."""
-        requests = self.requests(decision)
+        requests = self.requests(decision, sampled)
         # One request per context. The number of its server selects the limit.
         questions = [
             _Question(row, number, context)
@@ -161,7 +167,7 @@ class ServedTeacher(Teacher):
                 row.teacher_signal = dataclasses.replace(
                     row.teacher_signal, answered_mask=token_mask(row, is_answered)
                 )
-        return revise_decision(decision, metrics)
+        return self.count_prompts(revise_decision(decision, metrics), requests)
 
     def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         """Returns the running check of this signal."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.checks.signals import check_vocabulary, teacher_data
-from grpo_spmd.config.schema import Config, TeacherConfig
-from grpo_spmd.data.rows import read_rows
-from grpo_spmd.data.tokens import build_prompts
+from grpo_spmd.config.schema import POLICY, Config, TeacherConfig
+from grpo_spmd.data.rows import PromptRow, columns_of, fill_columns, read_rows
+from grpo_spmd.data.tokens import build_prompts, tokenize_batch
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import RowContext, row_contexts
 from grpo_spmd.learn.sampled_step import SampledStep
+from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import (
     TeacherDivergence,
@@ -57,6 +58,8 @@ from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,
+    Fields,
+    Message,
     MicroBatch,
     Prompt,
     RolloutBatch,
@@ -74,7 +77,7 @@ class TeacherModel:
 
     model: Policy
     is_base: bool = False
-    """True if the model is the policy itself: then its adapters are off while it scores."""
+    """True if the model is the policy's base: its adapters are off while it scores."""
     is_own: bool = True
     """True if nobody else in the run holds the model."""
 
@@ -95,6 +98,8 @@ class TeacherRequest:
     """None: the policy's own prompt."""
 
 
+# From a prompt, and with teacher.prompt_template from the columns that rewards wrote too.
+RequestFor = Callable[..., TeacherRequest]
 # Requests by rollout id. None: one teacher scores all rollouts after the policy's own prompts.
 Requests = Mapping[int, TeacherRequest] | None
 
@@ -108,7 +113,7 @@ class Teacher:
         models: Mapping[str, TeacherModel],
         policy: Policy,
         prompt_at: Callable[[int], Prompt] | None = None,
-        request_for: Callable[[Prompt], TeacherRequest] | None = None,
+        request_for: RequestFor | None = None,
     ) -> None:
         """`prompt_at` returns the prompt at a position of the prompt stream. Without `request_for`
         one teacher sees what the policy sees."""
@@ -125,10 +130,18 @@ class Teacher:
         return [(teacher.model, None) for teacher in self.models.values() if teacher.is_own]
 
     @torch.no_grad()
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self,
+        batch: RolloutBatch,
+        decision: Decision,
+        stop_check: StopCheck,
+        sampled: SampledStep | None = None,
+    ) -> Decision:
         """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each
-        teacher over its own rollouts."""
-        requests = self.requests(decision)
+        teacher over its own rollouts.
+
+        `sampled` has what rewards wrote, which teacher.prompt_template needs."""
+        requests = self.requests(decision, sampled)
         # The whole lm_head of a teacher is gathered once per step, not once per row.
         needs_heads = self.config.loss == "full"
         heads = {
@@ -150,9 +163,9 @@ class Teacher:
             # Rows of other teachers' rollouts are left out of a teacher's part, but every row has a
             # signal.
             row.teacher_signal = self._make_signal(row, scored, requests)
-        # A teacher that is the policy's own base leaves the policy gathered.
+        # A teacher that is the policy, or its base, leaves the policy gathered.
         reshard(self.policy)
-        return decision
+        return self.count_prompts(decision, requests)
 
     def update(self, batch: RolloutBatch) -> Reductions:
         """Does nothing, because a teacher does not train. Returns no metrics."""
@@ -166,10 +179,19 @@ class Teacher:
         """Returns a teacher for the synthetic rows of the gradient check."""
         return RandomTeacher(self.config, self.policy, settings)
 
-    def requests(self, decision: Decision) -> Requests:
+    def requests(self, decision: Decision, sampled: SampledStep | None) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
         if self._request_for is None or self._prompt_at is None:
             return None
+        if self.config.prompt_template is not None:
+            # What a reward wrote is known on the rank that sampled the completion, and nowhere
+            # else.
+            assert sampled is not None, "teacher.prompt_template needs what rewards wrote"
+            requests = [
+                (i, request.teacher, request.prompt_ids)
+                for i, request in self.local_requests(sampled, decision)
+            ]
+            return {i: TeacherRequest(*fields) for i, *fields in join_ranks(requests)}
         step = decision.rank0_decision
         # Only rank 0 knows the positions of all groups. The prompt stream gives the same prompt on
         # every rank, so that positions are all that has to be sent.
@@ -178,13 +200,34 @@ class Teacher:
         return {
             slot * group_size + sample: request
             for slot, position in enumerate(positions)
-            for request in [self.request_for(self._prompt_at(position))]
+            for request in [self._request_for(self._prompt_at(position))]
             for sample in range(group_size)
         }
 
-    def request_for(self, prompt: Prompt) -> TeacherRequest:
-        """Returns the request for the rollouts of a prompt."""
-        return TeacherRequest("") if self._request_for is None else self._request_for(prompt)
+    def local_requests(
+        self, sampled: SampledStep, decision: Decision
+    ) -> Iterator[tuple[int, TeacherRequest]]:
+        """Yields rollout ids and requests for this rank's completions that are trained on, from
+        their rows and from what rewards wrote about them."""
+        if self._request_for is None:
+            return
+        has_template = self.config.prompt_template is not None
+        num_earlier = 0
+        for group in sampled.groups:
+            for number, rollout_id in enumerate(decision.rollout_ids(group), num_earlier):
+                extra = sampled.scored.notes.get(number, {}).get("extra", {})
+                written = {name: value for log in extra.values() for name, value in log.items()}
+                arguments = (written,) if has_template else ()
+                yield rollout_id, self._request_for(group.prompt, *arguments)
+            num_earlier += len(group.completions)
+
+    def count_prompts(self, decision: Decision, requests: Requests) -> Decision:
+        """Returns the decision with the share of rollouts for which teacher.prompt_template made a
+        prompt, on rank 0."""
+        if self.config.prompt_template is None or not requests:
+            return decision
+        num_prompts = sum(request.prompt_ids is not None for request in requests.values())
+        return revise_decision(decision, {"teacher/prompted_frac": num_prompts / len(requests)})
 
     def _score(self, teacher: TeacherModel, row: MicroBatch, head: Tensor | None) -> TeacherScores:
         """Collective. Returns what a teacher says about the row. `head` is its lm_head with
@@ -293,9 +336,12 @@ def select_teacher_row(
 
 
 def _gather_head(policy: Policy) -> Tensor:
-    """Collective. Returns the whole lm_head [V, D] of a sharded model, in its compute dtype."""
+    """Collective. Returns the whole lm_head [V, D] of a sharded model, in its compute dtype.
+
+    It is a copy: the updates of the step do not change it if the model is the policy."""
     weight = policy.model.get_output_embeddings().weight
-    return gather_rows([(weight, weight.to_local())])[0]
+    # Trained weights are float32, whatever they are computed with.
+    return gather_rows([(weight, weight.to_local().to(policy.compute_dtype))])[0]
 
 
 def open_model_teacher(
@@ -309,10 +355,13 @@ def open_model_teacher(
     """Collective. Builds the teachers of teacher.path.
 
     A teacher that is the model which the run starts from shares it with the reference, or with the
-    policy's base under LoRA.
+    policy's base under LoRA. One that is the policy takes no memory either.
     """
     models: dict[str, TeacherModel] = {}
     for name, path in config.teacher.paths.items():
+        if path == POLICY:
+            models[name] = TeacherModel(policy, is_own=False)
+            continue
         is_start = path == config.model.path
         # With adapters the policy's frozen base is the start model; else the reference is, if there
         # is one. Neither takes more memory.
@@ -342,21 +391,47 @@ def open_model_teacher(
     )
 
 
-def make_request_for(config: Config, tokenizer: Any) -> Callable[[Prompt], TeacherRequest] | None:
+def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
     """Returns the function from a prompt to its request, or None if one teacher sees what the
     policy sees."""
     has_one = "" in config.teacher.names
-    if has_one and config.teacher.prompt_key is None:
+    if has_one and not config.teacher.sees_other_prompt:
         return None
+    template = config.teacher.prompt_template
     data = teacher_data(config)
     # Rows are aligned with the policy's prompts: none was dropped.
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
-    def request_for(prompt: Prompt) -> TeacherRequest:
+    def request_for(prompt: Prompt, written: Fields | None = None) -> TeacherRequest:
         name = "" if has_one else str(prompt.columns["teacher"])
-        return TeacherRequest(name, None if prompts is None else prompts[prompt.row].token_ids)
+        token_ids = None if prompts is None else prompts[prompt.row].token_ids
+        filled = None if template is None else fill_prompt(template, prompt, written or {})
+        if filled is not None:
+            row = PromptRow(filled, {}, "teacher.prompt_template")
+            token_ids = tokenize_batch([row], tokenizer)[0].tolist()
+            # The model may have no positions for a longer one.
+            if not 0 < len(token_ids) <= config.data.max_prompt_tokens:
+                token_ids = None
+        return TeacherRequest(name, token_ids)
 
     return request_for
+
+
+def fill_prompt(template: str, prompt: Prompt, written: Fields) -> str | list[Message] | None:
+    """Returns a prompt in which the template takes the place of the text, of a chat that of its
+    last message; None if a column of the template has no value.
+
+    `written` has the columns that rewards wrote about the completion."""
+    messages = [{"content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
+    last_message = messages[-1]
+    text = last_message.get("content")
+    columns = prompt.columns | written | {"prompt": text if isinstance(text, str) else None}
+    if any(columns.get(name) is None for name in columns_of(template)):
+        return None
+    filled = fill_columns(template, lambda name: str(columns[name]))
+    if isinstance(prompt.text, str):
+        return filled
+    return [*messages[:-1], last_message | {"content": filled}]
 
 
 # The running check: what the update gets for single tokens is compared with a plain forward pass of
@@ -386,7 +461,7 @@ class TeacherCheck:
     ) -> CheckResult:
         """Collective. Compares some tokens of this rank's first, second and last row."""
         result = CheckResult()
-        requests = self._teacher.requests(decision)
+        requests = self._teacher.requests(decision, sampled)
         if requests is not None:
             self._check_requests(result, sampled, decision, requests)
         if not all(self._is_complete(row.teacher_signal) for row in batch.micro_batches):
@@ -478,17 +553,9 @@ class TeacherCheck:
     ) -> None:
         """Collective. Compares the requests with those that the sampling ranks make from their own
         rows."""
-        # By the id of a group's first rollout.
-        local = [
-            (decision.rollout_ids(group)[0], _digest(self._teacher.request_for(group.prompt)))
-            for group in sampled.groups
-            if decision.rollout_ids(group)
-        ]
+        local = [(i, _digest(r)) for i, r in self._teacher.local_requests(sampled, decision)]
         digests = dict(join_ranks(local))
-        size = sampled.rules.rollout.group_size
-        mismatched = [
-            i for i, request in requests.items() if digests.get(i - i % size) != _digest(request)
-        ]
+        mismatched = [i for i, request in requests.items() if digests.get(i) != _digest(request)]
         if mismatched:
             result.errors.append(
                 f"rollouts {mismatched[:5]} go to another teacher, or with another prompt, "

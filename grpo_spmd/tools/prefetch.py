@@ -22,7 +22,7 @@ from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.schema import Config, DataConfig
+from grpo_spmd.config.schema import POLICY, Config, DataConfig
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
@@ -59,13 +59,12 @@ def _fetch(config: Config) -> None:
     # None stands for the training set.
     names = (None, *config.data.eval_sets)
     sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
-    critic = "" if config.critic.is_on_policy else config.critic.path
-    models = (config.model.path, critic, *config.teacher.paths.values())
+    models = (config.model.path, config.critic.path, *config.teacher.paths.values())
     rewards = [(reward.model, reward.revision) for reward in config.rewards]
     repos = [
         (repo, revision)
         for repo, revision in dict.fromkeys([*((path, None) for path in models), *rewards])
-        if repo and not Path(repo).is_dir()
+        if repo and repo != POLICY and not Path(repo).is_dir()
     ]
     if not repos and not sets:
         show("prefetch: the model and the data are local: nothing to fetch")

@@ -14,7 +14,7 @@ from tests.ranks.test_partition import SECTIONS, relative_difference
 from tests.support.models import make_model, write_config
 from tests.support.nightly import selected_values
 from tests.support.ranks import run_worker
-from tests.support.workers.teacher import KINDS, SEVERAL, VARIANTS
+from tests.support.workers.teacher import KINDS, LIVE, SEVERAL, VARIANTS
 from tests.support.workers.update import SPLITS
 
 Results = dict[tuple[str, str], dict[str, Any]]
@@ -61,6 +61,17 @@ def test_the_splits_and_kinds_really_differ(by_ranks: dict[int, Results]) -> Non
     assert len({by_ranks[1][kind, ONE_ROW]["optim/grad_norm"] for kind in KINDS}) == len(KINDS)
     assert all(by_ranks[1][kind, ONE_ROW]["teacher/kl"] > 0.05 for kind in KINDS)
     assert {"teacher/a/kl", "teacher/b/kl"} < by_ranks[1][SEVERAL, ONE_ROW].keys()
+
+
+def test_a_live_teacher_under_adapters_is_the_same_on_two_ranks(
+    by_ranks: dict[int, Results],
+) -> None:
+    """Its adapters are on while it scores: two updates have moved them, and it sees other prompts,
+    while the policy's base would give another divergence."""
+    single, double = (by_ranks[num_ranks]["adapters", LIVE] for num_ranks in (1, 2))
+    for name in ("loss", "policy", "teacher/kl", "optim/grad_norm"):
+        assert double[name] == pytest.approx(single[name], rel=1e-5, abs=1e-8), name
+    assert single["teacher/kl"] > 0.05
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

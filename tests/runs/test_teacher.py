@@ -12,6 +12,7 @@ import pytest
 
 from grpo_spmd.tools.replay.read import read_step
 from grpo_spmd.tools.replay.redo import replay
+from tests.support.dumps import dumped
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_command
 from tests.support.ranks import train
@@ -94,6 +95,56 @@ def test_a_run_with_two_teachers_goes_on_to_the_bit_and_is_replayed(
     saved = json.loads((folder / "whole/checkpoints/step_000002/trainer.json").read_text())
     assert {"the model of teacher.path.a", "the model of teacher.path.b"} < saved["contents"].keys()
     same_as_recorded(folder / "whole", 2, "teacher/a/kl", "teacher/b/kl")
+
+
+FEEDBACK = """
+def feedback(prompts, completions, answer, log_extra, **columns):
+    # Odd answers get feedback, all others none.
+    texts = [f"{a}{c[:1]}=" if a % 2 else None for a, c in zip(answer, completions)]
+    log_extra("tip", texts)
+    return [float(len(c)) for c in completions]
+"""
+
+
+@pytest.mark.parametrize("lora", [{}, {"rank": 4}])
+def test_a_live_teacher_with_the_rewards_feedback_goes_on_to_the_bit_and_is_replayed(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any]
+) -> None:
+    """On two ranks with two mini-batches, in the weights and moments too; rollouts without feedback
+    are scored after the policy's own prompt, where teacher and policy are one."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "feedback.py").write_text(FEEDBACK)
+    rows = [{"prompt": f"{a},{b}=:", "answer": a + b} for a in range(1, 9) for b in range(1, 5)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sections: dict[str, Any] = {
+        "data": {"train": str(tmp_path / "train.jsonl"), "max_prompt_tokens": 24},
+        "rewards": [{"function": f"{tmp_path}/feedback.py:feedback", "weight": 0.1}],
+        "training": {"num_steps": 3, "num_mini_batches": 2},
+        "model": {"path": str(folder / "model"), "dtype": "float32", "offload": True, "lora": lora},
+        "checkpoint": {"every_steps": 1, "keep": 9},
+        "proofs": {"every_steps": 1},
+        "teacher": {"path": "policy", "prompt_template": "{tip}{prompt}", "loss": "full"},
+    }
+    config = write_config(tmp_path, folder / "model", **sections)
+    train(2, config, f"run_dir={tmp_path}/whole")
+    resume = f"checkpoint.resume={tmp_path}/whole/checkpoints/step_000002"
+    train(2, config, f"run_dir={tmp_path}/resumed", resume)
+    full, resumed = (metrics_of(tmp_path / name) for name in ("whole", "resumed"))
+    names = {n for n in full[2] if n.startswith(("reward/", "loss/", "optim/", "teacher/"))}
+    assert {n: resumed[0][n] for n in names} == {n: full[2][n] for n in names}
+    last, again = (
+        sorted((tmp_path / name / "checkpoints/step_000003/state").glob("shard_*"))
+        for name in ("whole", "resumed")
+    )
+    assert [p.read_bytes() for p in last] == [p.read_bytes() for p in again]
+    saved = json.loads((tmp_path / "whole/checkpoints/step_000003/trainer.json").read_text())
+    assert not any(key.startswith("the model of") for key in saved["contents"])
+    for step, line in enumerate(full, 1):
+        records = dumped(tmp_path / "whole", step)
+        has_tip = [record["columns"]["answer"] % 2 == 1 for record in records]
+        assert line["teacher/prompted_frac"] == pytest.approx(sum(has_tip) / len(has_tip))
+        assert line["teacher/kl"] > 1e-3
+    same_as_recorded(tmp_path / "whole", 2)
 
 
 def test_a_teacher_alone_teaches_without_any_reward(

@@ -343,7 +343,7 @@ def test_explain_counts_the_head_alone(tmp_path: Path) -> None:
     assert [row[:2] for row in side_model_rows(config, 2)] == [
         ("value head and its optimizer", size_text(12 * 65))
     ]
-    assert extra_passes(config) == (0, 0, 1)
+    assert extra_passes(config) == (0, 0, 1, 0)
     assert side_models(config) == []
     peaks = Peaks(Counter(logits=1), Counter(logits=2))
     head = 16 * 65 + 4 * 64 * 12

@@ -151,3 +151,46 @@ def test_the_example_agent_asks_three_times(monkeypatch: pytest.MonkeyPatch) -> 
     task = {"prompt": "6 x 7?", "answer": "42"}
     assert asyncio.run(rollout(task, base_url="", api_key="", model="policy")) == 1.0
     assert contexts == [1, 3, 5]
+
+
+def test_the_example_agent_goes_on_with_its_summary(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its second reply is beyond the limit, so that the third part comes after the summary."""
+    sent: list[list[str]] = []
+    tokens = iter([1000, 3000, 3100, 500])
+
+    class Client:
+        """Answers with how many requests it has had, the last time with the answer too."""
+
+        def __init__(self, base_url: str, api_key: str) -> None:
+            self.chat = SimpleNamespace(completions=SimpleNamespace(create=self.create))
+
+        async def create(self, model: str, messages: list[Any]) -> Any:
+            sent.append([m["content"] if isinstance(m, dict) else m.content for m in messages])
+            message = SimpleNamespace(content=f"reply {len(sent)}")
+            usage = SimpleNamespace(total_tokens=next(tokens))
+            return SimpleNamespace(choices=[SimpleNamespace(message=message)], usage=usage)
+
+    monkeypatch.setitem(sys.modules, "openai", SimpleNamespace(AsyncOpenAI=Client))
+    rollout = _example("my_compacting_agent.py")["rollout"]
+    task = {"prompt": "Q", "parts": ["a", "b", "c"], "answer": "reply 4"}
+    assert asyncio.run(rollout(task, base_url="", api_key="", model="policy")) == 1.0
+    request = "Summarise what matters for the question."
+    assert sent == [
+        ["Q\n\na"],
+        ["Q\n\na", "reply 1", "b"],
+        ["Q\n\na", "reply 1", "b", "reply 2", request],
+        ["Q\n\nSo far: reply 3\n\nc"],
+    ]
+
+
+def test_the_example_of_feedback_gives_a_right_answer_of_the_group() -> None:
+    [code] = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAPERS["configs/ALGORITHMS.md"], re.DOTALL)
+        if block.startswith("# my_feedback.py\n")
+    ]
+    namespace: dict[str, Any] = {}
+    exec(compile(code, "my_feedback.py", "exec"), namespace)
+    columns: dict[str, list[Any]] = {}
+    rewards = namespace["right"](["q"] * 3, ["1", "2", "3"], ["2"] * 3, columns.__setitem__)
+    assert (rewards, columns) == ([0.0, 1.0, 0.0], {"feedback": ["2", None, "2"]})

@@ -23,6 +23,7 @@ from grpo_spmd.model.values import build_value_model
 from grpo_spmd.observe.cards import CARDS
 from grpo_spmd.tools.plan.dry_run import Peaks
 from grpo_spmd.tools.plan.phases import (
+    Plan,
     PlannedModel,
     add_time,
     facts_from_config,
@@ -161,13 +162,13 @@ def test_passes_take_turns_and_what_a_teacher_says_is_kept() -> None:
         made_up("critic", 0, scoring=80, update=700, gradients=1200),
         made_up("reward model", 0, scoring=9999),
     ]
-    result = merge_peaks(policy, models)
+    result = merge_peaks(policy, models, Counter())
     assert result.scoring == Counter(activations=250, said=40)
     assert result.update == Counter(
         gradients=1200, said=40
     )  # AdamW needs all of the critic's gradients at one time
-    assert merge_peaks(policy, models[:1]).update == Counter(activations=900, said=40)
-    assert merge_peaks(policy, []) == policy
+    assert merge_peaks(policy, models[:1], Counter()).update == Counter(activations=900, said=40)
+    assert merge_peaks(policy, [], Counter()) == policy
 
 
 def a_teacher(config: Config, loss: str) -> Counter[str]:
@@ -239,8 +240,31 @@ def test_a_model_that_the_run_has_anyway_is_counted_once(tmp_path: Path) -> None
     assert names("loss.kl_coef=0") == ["teacher"]
     assert names("loss.kl_coef=0.1") == []  # the reference
     assert names("loss.kl_coef=0", "model.lora.rank=4") == []  # the policy without its adapters
+    assert names("teacher.path=policy", "teacher.prompt_key=answer") == []  # the policy itself
     two = "{a: " + config.model.path + ", b: " + config.model.path + "}"
     assert names("loss.kl_coef=0", f"teacher.path={two}") == ["teacher a", "teacher b"]
+
+
+def test_a_teacher_that_is_the_policy_costs_a_pass_and_its_answers_alone(tmp_path: Path) -> None:
+    """The tiny model has 64 columns, 512 tokens of vocabulary and float32. Hidden states of the
+    completions' tokens and the copied lm_head stay until the update; no weights do, anywhere."""
+    config = tiny_config(tmp_path, "loss.kl_coef=0")
+    facts, folder = facts_from_config(Path(config.model.path)), Path(config.model.path)
+    live = ["loss.kl_coef=0", "teacher.path=policy", "teacher.prompt_key=answer"]
+
+    def plan(*overrides: str) -> Plan:
+        changed = load_config(tmp_path / "config.yaml", ["loss.kl_coef=0", *overrides])
+        return make_plan(Case(changed, facts, CARDS["H100-80GB"], 1), folder)
+
+    without, live_plan = plan(), plan(*live, "teacher.loss=full")
+    tokens = Case(config, facts, CARD, 1).num_rollouts * config.rollout.max_completion_tokens
+    added = live_plan.phases["update"] - without.phases["update"]
+    vocabulary = facts.shapes["model.embed_tokens.weight"][0]
+    assert added["teacher's hidden states"] == tokens * 64 * 4
+    assert added["teacher's lm_head"] == vocabulary * 64 * 4
+    assert "teacher" not in live_plan.phases["update"]
+    assert live_plan.host == without.host
+    assert live_plan.time["logprobs"] > without.time["logprobs"] == 0
 
 
 def test_one_that_is_not_here_is_named(tmp_path: Path) -> None:

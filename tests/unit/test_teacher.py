@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from typing import Any, cast
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -35,7 +37,7 @@ from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.logprobs import Divergence, TopTeacher, WholeTeacher, top_outcomes
-from grpo_spmd.model.policy import Policy, build_policy
+from grpo_spmd.model.policy import Policy, build_policy, hf_named_shards
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import opening as signal_rewards
 from grpo_spmd.signals.teacher import Teacher, TeacherModel, TeacherRequest, select_teacher_row
@@ -263,7 +265,7 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
         2: TeacherRequest("b", [6, 30]),
     }
     teacher = Teacher(TeacherConfig(path={"a": "x", "b": "y"}, loss=loss, top_k=5), models, policy)
-    monkeypatch.setattr(teacher, "requests", lambda _: asks)
+    monkeypatch.setattr(teacher, "requests", lambda *_: asks)
     empty = Rollout(7, 0.0, True, [3, 3], [], [])
     (row, nothing) = attached(
         teacher,
@@ -301,6 +303,72 @@ def test_each_rollout_is_scored_by_its_own_teacher_with_the_prompt_that_it_is_sh
     assert float(sums["teacher/kl"].value) > 0 or loss == "sampled"
 
 
+@pytest.mark.parametrize("loss", ["sampled", "topk", "full"])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_live_teacher_has_the_weights_before_the_update_and_keeps_its_word_through_it(
+    tmp_path: Path,
+    folders: list[Path],
+    session: Session,
+    rank: int,
+    loss: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Plain transformers in float32 over [the teacher's prompt + completion] with the weights that
+    the policy has after a first update, exported; a second update, as of another mini-batch, leaves
+    what the teacher says of the step as it was; and no second model is in memory."""
+    policy = build(folders[0], session, lora=LoraConfig(rank=rank, sync="merged"))
+    teacher = Teacher(
+        TeacherConfig(path="policy", prompt_key="x", loss=loss, top_k=5),
+        {"": TeacherModel(policy, is_own=False)},
+        policy,
+    )
+    prompts = {0: [4, 4, 9, 1, 2], 1: [6, 30], 2: None}
+    asks = {i: TeacherRequest("", ids) for i, ids in prompts.items()}
+    monkeypatch.setattr(teacher, "requests", lambda *_: asks)
+    updater = PolicyUpdater(policy, OptimizerConfig(lr=0.05), LossConfig(), TrainingConfig(), 8)
+
+    def update() -> MicroBatch:
+        (row,) = attached(teacher, pack_rollouts(rollouts(), CPU))
+        updater.update(RolloutBatch([[row]], [11], [3]))
+        return row
+
+    update()  # adapters are no longer zero, and the policy no longer where it started
+    export = tmp_path / "export"
+    shutil.copytree(folders[0], export)
+    # On one rank the shards are whole; adapters are merged into them.
+    whole = {shard.name: shard.local_rows().clone() for shard in hf_named_shards(policy)}
+    save_file(whole, export / "model.safetensors", {"format": "pt"})
+    expected = torch.cat(
+        [
+            plain_logprobs(
+                export,
+                prompts[rollout.rollout_id] or cast(list[int], rollout.prompt_ids),
+                cast(list[int], rollout.completion_ids),
+            )
+            for rollout in rollouts()
+        ]
+    )
+    moved = torch.cat(
+        [
+            plain_logprobs(folders[0], [6, 30], cast(list[int], rollout.completion_ids))
+            for rollout in rollouts()
+        ]
+    )
+    assert (expected - moved).abs().max() > 0.1  # the first update is far beyond the bound below
+    row = update()
+    assert teacher.offloadable_models == []
+    targets = row.target_ids
+    signal = cast(TeacherSignal, row.teacher_signal)
+    if loss == "sampled":
+        said, truth = signal.logprobs, expected.gather(-1, targets[:, None])[:, 0]
+    else:
+        ((_, scores),) = cast(Any, signal.divergence).parts
+        said = scores.logprobs_of(slice(0, len(targets)))
+        truth = expected.topk(5).values if loss == "topk" else expected
+        said = said[:, : truth.shape[1]]
+    torch.testing.assert_close(said, truth, rtol=1e-4, atol=2e-5)
+
+
 def test_rows_for_a_teacher_keep_their_order() -> None:
     row = pack_rollouts(rollouts(), CPU)
     asks = {0: TeacherRequest("x"), 1: TeacherRequest("y"), 2: TeacherRequest("x", [50, 51, 52])}
@@ -331,6 +399,12 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path]) -> None:
     path = write_config(tmp_path, folders[0])
     on, penalised = f"teacher.path={folders[1]}", ("loss.kl_coef=0.1", "loss.kl_in=reward")
+    live = "teacher.path=policy"
+    check_inputs(
+        load_config(path, [live, "teacher.prompt_template={answer} {prompt}", "rewards=[]"]),
+        num_ranks=1,
+        to_run=False,
+    )
     check_inputs(load_config(path, [on]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards=[]"]), num_ranks=1, to_run=False)
     check_inputs(load_config(path, [on, "rewards.0.weight=0"]), num_ranks=1, to_run=False)
@@ -355,6 +429,23 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         (
             [on, "teacher.prompt_key=answer", "environment.tools=[python]"],
             "teacher.prompt_key with an environment",
+        ),
+        (
+            [live, "teacher.prompt_template={answer} {prompt}", "environment.tools=[python]"],
+            "teacher.prompt_template with an environment",
+        ),
+        ([live], "teacher.path: policy teaches nothing after the policy's own prompt; set"),
+        (
+            ["teacher.path={a: policy, b: policy}"],
+            "teacher.path: policy teaches nothing after the policy's own prompt; set",
+        ),
+        (
+            [live, "teacher.prompt_key=answer", "teacher.prompt_template={answer}"],
+            "teacher has prompt_key and prompt_template, and takes one of them",
+        ),
+        (
+            [live, "teacher.prompt_key=answer", "teacher.loss=topk", "teacher.top_k=98"],
+            "teacher.top_k (98) is more than the tokens that",
         ),
         (["teacher.path=/not/there"], "teacher.path: there is no folder /not/there"),
         (

@@ -26,6 +26,9 @@ def words(completions, **columns): return ["a" for _ in completions]
 def few(completions, **columns): return [1.0] * 5
 def raises(completions, **columns): return [float(c[0] == "x") for c in completions]
 def column(completions, **columns): return [columns["nothing"][0]]
+def tips(completions, log_extra, **columns):
+    log_extra("tip", [None for _ in completions])
+    return [0.0 for _ in completions]
 def hangs(completions, **columns): os.kill(os.getpid(), 19)
 def stops(completions, **columns): breakpoint(); return [0.0] * len(completions)
 
@@ -123,6 +126,15 @@ def test_a_reward_that_fails_is_warned_of(folder: Path, capsys: pytest.CaptureFi
         f"(mine.py:{line}), for the completion '' and '1' of {folder}/train.jsonl:1"
     )
     assert "rewards.1: 'column' raised KeyError: 'nothing'" in key_error
+
+
+def test_a_column_that_nobody_writes_into_the_teachers_prompt_is_refused(folder: Path) -> None:
+    """`answer` is of the data, and `tip` of a reward, with log_extra."""
+    for template, function in (("{answer}{prompt}", "right"), ("{tip} {prompt}", "tips")):
+        teacher = {"path": "policy", "prompt_template": template}
+        tried(folder, teacher=teacher, rewards=[reward(folder, function)])
+    with pytest.raises(ConfigError, match=r"teacher.prompt_template names tip, which is no col"):
+        tried(folder, teacher={"path": "policy", "prompt_template": "{tip} {prompt}"})
 
 
 def test_a_reward_that_hangs_is_ended(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from grpo_spmd.checks.memory import (
     engine_tokens,
     engine_weights,
     extra_passes,
+    is_shared_teacher,
     kv_bytes_per_token,
     kv_itemsize,
     micro_batch_tokens,
@@ -200,15 +201,26 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
     return Usage({f"{side.name}'s {name}": n for name, n in results[teacher.loss].items()})
 
 
-def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel]) -> Peaks:
+def shared_answers(case: Case) -> Usage:
+    """Returns the bytes of the results of teachers that have no weights of their own."""
+    answers = Usage()
+    for name, path in case.config.teacher.paths.items():
+        if is_shared_teacher(case.config, path):
+            side = SideModel(f"teacher {name}".strip(), "teacher", path, "teacher.path")
+            answers += teacher_answers(case, side)
+    return answers
+
+
+def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) -> Peaks:
     """Returns the policy's peaks merged with those of the side models in the same phases.
 
-    The models run one after the other, so the largest peak counts. The teachers' results are added.
+    The models run one after the other, so the largest peak counts. The teachers' results are added
+    to `answers`, those of shared models.
     """
-    scoring, update, answers = [peaks.scoring], [peaks.update], Usage()
+    scoring, update = [peaks.scoring], [peaks.update]
     for model in models:
         if model.waits:
-            answers += model.answers
+            answers = answers + model.answers
             scoring.append(model.peaks.scoring)
         if model.side.kind == "critic":
             # AdamW needs all gradients at one time.
@@ -360,7 +372,7 @@ def make_plan(case: Case, folder: Path) -> Plan:
     models = plan_side_models(case)
     work = trainer_pass(config, folder, case.num_ranks)
     peaks = with_value_head(peaks_of(work), config, case.sizes.hidden, work.lengths)
-    peaks = merge_peaks(peaks, models)
+    peaks = merge_peaks(peaks, models, shared_answers(case))
     cache = kv_cache(case)
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
     host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})

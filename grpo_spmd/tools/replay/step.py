@@ -21,7 +21,7 @@ from grpo_spmd.checkpoint.manifest import TO_GO_ON, read_trainer, verify_checkpo
 from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import Config, TeacherConfig
+from grpo_spmd.config.schema import POLICY, Config, TeacherConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
@@ -82,7 +82,7 @@ def _repeat(
     except Rank0Error as error:
         recorded.notes.append(f"the step is refused: {error}")
         return Replay(recorded.notes, {}, _pair_rollouts(recorded, sampled, None, {}))
-    update = train(recorded, checkpoint, batch, decision, session)
+    update = train(recorded, checkpoint, batch, decision, session, sampled)
     replayed = update.decision.metrics | update.metrics
     metrics = {
         name: (recorded.metrics.get(name), value)
@@ -172,6 +172,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
                 {name: [value] for name, value in values.items()},
                 {name: [status] for name, status in record.statuses.items()},
                 texts=[record.completion],
+                notes={0: {"extra": record.extra}},
             )
         )
     return scored
@@ -219,6 +220,7 @@ def train(
     batch: RolloutBatch,
     decision: Decision,
     session: Session,
+    sampled: SampledStep,
 ) -> ReplayedUpdate:
     """Collective. Repeats the step's update with the step's policy, or as much of it as can be had.
 
@@ -256,7 +258,7 @@ def train(
     config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
     prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
     tokenizer = None
-    if config.teacher.prompt_key is not None:
+    if config.teacher.sees_other_prompt:
         tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     signals = open_signals(config, policy, session, reference, prompts.__getitem__, tokenizer)
     updater = open_updater(config, policy, signals.value_head)
@@ -264,7 +266,7 @@ def train(
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), signals.critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
-    decision = signals.attach(batch, decision, lambda _: None)
+    decision = signals.attach(batch, decision, lambda _: None, sampled)
     logprobs = _compute_logprobs(policy, batch)
     update = updater.measure if signals.freezes_policy(recorded.step) else updater.update
     sums = update(batch) | signals.update(batch)
@@ -353,8 +355,8 @@ def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
     """Returns the config of the run's teachers; one without teachers, after a note, if a teacher or
     the rows that name it are not here."""
     teacher = recorded.config.teacher
-    missing = [path for path in teacher.paths.values() if not has_model(path)]
-    needs_columns = "" not in teacher.names or teacher.prompt_key is not None
+    missing = [path for path in teacher.paths.values() if path != POLICY and not has_model(path)]
+    needs_columns = "" not in teacher.names or teacher.sees_other_prompt
     if not teacher.is_on:
         return teacher
     if teacher.url and not recorded.asks_servers:

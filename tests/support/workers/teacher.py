@@ -52,7 +52,9 @@ KINDS: dict[str, TeacherConfig] = {
     "topk": TeacherConfig(path="x", loss="topk", beta=0.3, top_k=7),
     "full": TeacherConfig(path="x", loss="full", beta=0.5, coef=0.3),
     "two teachers, prompts of their own": TeacherConfig(path={"a": "x", "b": "y"}, loss="full"),
+    "the policy, prompts of its own": TeacherConfig(path="policy", prompt_key="x", loss="full"),
 }
+LIVE = "the policy, prompts of its own"
 SEVERAL = "two teachers, prompts of their own"
 VARIANTS: dict[str, dict[str, Any]] = {
     "recomputed, small chunks": {"activation_checkpointing": True, "logprob_chunk_tokens": 5},
@@ -64,6 +66,10 @@ def request_for(prompt: Prompt) -> TeacherRequest:
     return TeacherRequest(
         "ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None
     )
+
+
+def shown_to_one(prompt: Prompt) -> TeacherRequest:
+    return dataclasses.replace(request_for(prompt), teacher="")
 
 
 class Trials:
@@ -92,6 +98,10 @@ class Trials:
         if kind == SEVERAL:
             prompts = [group.prompt for group in fixed_groups()]
             return Teacher(KINDS[kind], models, policy, prompts.__getitem__, request_for)
+        if kind == LIVE:
+            prompts = [group.prompt for group in fixed_groups()]
+            live = {"": TeacherModel(policy, is_own=False)}
+            return Teacher(KINDS[kind], live, policy, prompts.__getitem__, shown_to_one)
         single = (
             TeacherModel(policy, is_base=True, is_own=False) if policy.lora.rank else models["a"]
         )
@@ -182,10 +192,13 @@ def clean_updates(trials: Trials) -> dict[tuple[str, str], Any]:
     for kind in (
         "sampled",
         "full",
-    ):  # its own base, from which it starts, and which the first update leaves
+        LIVE,
+    ):  # its own base, from which it starts, and which the first update leaves; itself
         result, faulty = trials.update(kind, next(iter(SPLITS)), adapted)
         assert not faulty, faulty
         assert (result["teacher/kl"] == 0.0) == (kind == "sampled")
+        if kind == LIVE:
+            actual["adapters", kind] = result
     return actual
 
 
