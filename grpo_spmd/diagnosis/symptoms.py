@@ -170,7 +170,7 @@ def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
             yield Check(
                 proof.name,
                 "bad" if is_broken else "ok",
-                "broken" if is_broken else f"held {len(steps)} times, last at step {steps[-1]}",
+                "broken" if is_broken else f"passed {len(steps)} times, last at step {steps[-1]}",
                 bound="at each step" if proof.metric == "step" else bound,
                 text=run.why if is_broken else proof.text,
             )

@@ -84,6 +84,16 @@ def test_a_line_by_hand() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("title", "metric"), [("teacher", "teacher/kl"), ("critic", "critic/explained_variance")]
+)
+def test_a_teacher_or_a_critic_stands_in_the_place_of_the_loss(title: str, metric: str) -> None:
+    header, line = shown(QUIET | {"reward/mean": 0.0, metric: 0.25}, 99999, 99999)
+    assert header.split()[3:6] == ["cut", title, "grad"]
+    assert float(line.split()[6]) == 0.25
+    assert max(len(header), len(line)) <= 80
+
+
 @pytest.mark.parametrize("num_steps", [1, 80, 9999, 99999])
 @pytest.mark.parametrize("columns", [80, 90, 132, 250])
 def test_columns_are_fixed_and_fit(
