@@ -62,6 +62,14 @@ def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) 
     if view.problem:
         row = inputs.rows[0].where
         warnings.append(f"model.path: its chat template fails for {row}: {view.problem}")
+    is_chat = config.environment.is_on or not isinstance(inputs.rows[0].prompt, str)
+    if is_chat and view.open_end is not None:
+        token, token_id = view.open_end
+        warnings.append(
+            f"model.path: its chat template ends a turn with {token!r}, at which no completion "
+            f"stops, so that all may run to rollout.max_completion_tokens; add {token_id} to "
+            f"eos_token_id in {local_folder(config.model.path)}/generation_config.json"
+        )
     for line in _notes(config, inputs, view):
         tell(line)
     for line in warnings:

@@ -26,6 +26,7 @@ _HEADER_EVERY_LINES = 20
 _NUM_RECENT_STEPS = 20
 # In nats per token. At this entropy about one token in a thousand is not the likeliest one.
 _MIN_ENTROPY = 0.01
+_MANY_UNSCORED = 0.1
 Metrics = Mapping[str, float | None]
 
 
@@ -243,11 +244,20 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
             "gradient",
             f"the gradient is 0, so that nothing is learned from this step; see {dump}",
         )
+    unscored = metrics.get("reward/unscored_frac") or 0.0
+    if _MANY_UNSCORED <= unscored < 1.0:
+        yield (
+            "unscored",
+            f"{unscored:.0%} of the completions have no reward and are left out of the loss and of "
+            "reward/mean: a reward or the environment failed, or no reward applied (see "
+            f"reward/*/error_frac, and the statuses in {dump})",
+        )
     if metrics.get("completion/truncated_frac") == 1.0:
         yield (
             "truncated",
             "every completion was cut off at rollout.max_completion_tokens: "
-            f"a reward that looks for an end or an answer cannot find one; raise it, or see {dump}",
+            "a reward that looks for an end or an answer cannot find one; "
+            f"raise it, look at the model's eos_token_id, or see {dump}",
         )
     entropy = metrics.get("loss/entropy")
     if entropy is not None and entropy < _MIN_ENTROPY:

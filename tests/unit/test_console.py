@@ -167,6 +167,7 @@ def test_the_time_that_is_left(
             {"completion/truncated_frac": 1.0},
             "every completion was cut off at rollout.max_completion_tokens",
         ),
+        ({"reward/unscored_frac": 0.25}, "25% of the completions have no reward and are left out"),
         ({"optim/grad_norm": 0.0}, "the gradient is 0"),
         ({"loss/entropy": 0.002}, "the policy's entropy is 0.002 nats a token"),
         ({"optim/updates": 0, "optim/grad_norm": None, "loss/entropy": None}, "no update was made"),

@@ -181,6 +181,31 @@ def test_an_environment_begins_the_first_row(
     assert message in errors if message else not errors
 
 
+def test_a_turn_that_ends_with_no_stop_token_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The template ends turns with <|im_end|>, which generation_config.json does not name."""
+    path = folder / "model/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    number = max(tokenizer["model"]["vocab"].values()) + 1
+    end = {"id": number, "content": "<|im_end|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append(end | flags)
+    path.write_text(json.dumps(tokenizer))
+    ended = TEMPLATE.replace("{% endfor %}", "<|im_end|>{% endfor %}")
+    (folder / "model/chat_template.jinja").write_text(ended)
+    data = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64}
+    tried(folder, data=data)  # plain text has no turns
+    assert capsys.readouterr().err == ""
+    tried(folder, data={**data, "as_chat": True})
+    warning = capsys.readouterr().err
+    assert "ends a turn with '<|im_end|>', at which no completion stops" in warning
+    assert f"add {number} to eos_token_id in {folder}/model/generation_config.json" in warning
+    (folder / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [1, number]}))
+    tried(folder, data={**data, "as_chat": True})
+    assert capsys.readouterr().err == ""
+
+
 def test_an_environment_needs_a_chat_template(folder: Path) -> None:
     with pytest.raises(ConfigError, match="has no chat template, which a conversation needs"):
         tried(folder, environment={"factory": f"{folder}/mine.py:World"})
