@@ -22,6 +22,8 @@ import os
 def right(completions, answer, **columns): return [float(c in answer) for c in completions]
 def text(completions, **columns): return "abc"
 def alone(completions, **columns): return 1.0
+def by_name(completions, **columns): return {"reward": 1.0}
+def forgets(completions, **columns): [1.0 for _ in completions]
 def words(completions, **columns): return ["a" for _ in completions]
 def few(completions, **columns): return [1.0] * 5
 def raises(completions, **columns): return [float(c[0] == "x") for c in completions]
@@ -101,6 +103,8 @@ def test_what_was_checked_is_one_line_and_prompt_1_is_shown(
     [
         ("text", "rewards.0: 'text' must return a list of numbers or None; got str; a reward"),
         ("alone", "rewards.0: 'alone' must return a list of numbers or None; got float"),
+        ("by_name", "rewards.0: 'by_name' must return a list of numbers or None; got dict"),
+        ("forgets", "rewards.0: 'forgets' must return a list of numbers or None; got NoneType"),
         ("words", "rewards.0: 'words' returned 'a', which is no number"),
         ("few", "rewards.0: 'few' returned 5 values for 2 completions"),
     ],
