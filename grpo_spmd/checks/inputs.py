@@ -53,6 +53,7 @@ class Inputs:
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; empty if eval.every_steps is 0
     rewards: Sequence[Reward] = ()  # in the order of the config
+    notes: list[str] = field(default_factory=list)  # for the run's log
     start_time: float = field(default_factory=time.monotonic)  # the run's, after reading
 
     @property
