@@ -37,6 +37,7 @@ _MAX_FINITE = 1.7e308  # larger whole numbers are no floats
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_VALUE_CHARS = 4_000
 _MAX_REPORT_CHARS = 100_000
+_MAX_LOG_BYTES = 1 << 20
 _REPORT_TAIL_BYTES = 1 << 24  # of a report's file, which keeps earlier reports
 _MAX_LAUNCHES = 1_000
 # A run without a new line is "silent" after this time: before its first step; later, or so many
@@ -86,6 +87,16 @@ class RecordedRun:
     def dtype(self) -> str:
         """The number format of the model, which bounds how far engine and policy may differ."""
         return "float32" if self.config.get("model.dtype") == "float32" else "bfloat16"
+
+    @cached_property
+    def log(self) -> str:
+        """The beginning of rank 0's log; "" if it cannot be read."""
+        with (
+            suppress(OSError, UntrustedError),
+            open_regular(self.folder / "logs/rank_0.log") as file,
+        ):
+            return file.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
+        return ""
 
     @cached_property
     def files(self) -> RunFolder:
