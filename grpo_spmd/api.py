@@ -18,7 +18,7 @@ from grpo_spmd.checkpoint.run_dir import let_go
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.checks.trials import try_and_tell
 from grpo_spmd.config.describe import flat
-from grpo_spmd.config.errors import ConfigError, say
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.embedded_run import embedded_run
@@ -106,7 +106,7 @@ def _train(config: Config) -> RunResult:
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     # Functions that cannot be sent to workers are refused now, not after the engine has started.
     pack_functions(config.rewards)
-    try_and_tell(config, inputs, say)
+    try_and_tell(config, inputs, inputs.notes.append)
     run_dir = Path(config.run_dir)
     try:
         # Everything from here on must leave the caller's process as it was.

@@ -230,9 +230,10 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
     if session.is_rank0:
-        for line in banner(
+        lines = banner(
             config.model, config.data, config.rollout, config.rewards, config.training.num_steps
-        ):
+        )
+        for line in (*lines, *inputs.notes):
             _log.info(line)
     run_dir = Path(config.run_dir)
     # The facts tell this run from another one in the same folder; find_start compares them.

@@ -21,7 +21,7 @@ from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.checks.trials import try_and_tell
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.describe import describe_keys
-from grpo_spmd.config.errors import ConfigError, refuse, say
+from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.config.load import load_config_with_sources, trains_on_cpu
 from grpo_spmd.distributed import interrupt, startup
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -72,7 +72,7 @@ def main() -> None:
         interrupt.set_run_dir(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
         if not args.explain:
-            summary = try_and_tell(config, inputs, show if args.check else say)
+            summary = try_and_tell(config, inputs, show if args.check else inputs.notes.append)
     except ConfigError as error:
         refuse(error)
     if args.explain:

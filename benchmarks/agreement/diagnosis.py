@@ -12,6 +12,7 @@ named, or if something false was said.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shutil
@@ -22,11 +23,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.demo.countdown import make_demo
+from grpo_spmd.demo.making import make_folder
+from grpo_spmd.demo.tools import fill_tools_demo
 from grpo_spmd.diagnosis.findings import list_findings
 from grpo_spmd.diagnosis.run import read_run
 from tests.support.ranks import RanksJob
@@ -34,8 +37,10 @@ from tests.support.ranks import RanksJob
 _ROOT = Path(__file__).resolve().parents[2]
 _TIMEOUT_S = 300
 # Reward functions of the cases. A completion of the demo is an equation such as "3*4".
-REWARDS = """
+REWARDS = '''
 import time
+
+from grpo_spmd.demo.stockroom import Stockroom
 
 def constant(prompts, completions, **columns):
     return [0.5 for _ in completions]
@@ -67,11 +72,27 @@ def failing(prompts, completions, **columns):
         raise ConnectionError("no route to the checker")
     return [float("*" in text) for text in completions]
 
+def right_counts(completions, environments, **columns):
+    return [float(messages[-1].get("content") == environment._answer())
+            for messages, environment in zip(completions, environments)]
+
+class FailingRoom(Stockroom):
+    def count(self, item: str) -> int:
+        """
+        Count one item.
+
+        Args:
+            item: The item's letter.
+        """
+        if item in "abcd":
+            raise ConnectionError("the stock's database is down")
+        return super().count(item)
+
 def hanging(prompts, completions, **columns):
     if completions[0].startswith("9"):
         time.sleep(60)
     return [float("*" in text) for text in completions]
-"""
+'''
 
 
 @dataclass(frozen=True)
@@ -89,6 +110,8 @@ class Case:
     num_ranks: int = 1
     prepare: Callable[[Path, Path], Sequence[str]] | None = None
     """Changes the case's folder, given the demo's; returns further overrides."""
+    evidence: str = ""
+    """What the finding of the cause has in its text."""
     stops_rank: int | None = None
     """This rank is stopped for most of each second."""
 
@@ -135,6 +158,23 @@ def _teach_itself(folder: Path, demo: Path) -> Sequence[str]:
 
 def _make_critic(folder: Path, demo: Path) -> Sequence[str]:
     return [f"critic.path={demo / 'model'}"]
+
+
+def _ask_tools(folder: Path, demo: Path) -> Sequence[str]:
+    tools = demo.parent / "tools"
+    return [f"model.path={tools / 'model'}", f"data.train={tools / 'train.jsonl'}"]
+
+
+def _room(name: str) -> Case:
+    """Returns a run of the tools demo in a room of that class."""
+    reward = "rewards=[{function: 'REWARDS:right_counts'}]"
+    per_step = "rollout.num_prompts_per_step=16"
+    return Case(
+        (f"environment.factory=REWARDS:{name}", reward, per_step),
+        config="demo-tools",
+        num_steps=8,
+        prepare=_ask_tools,
+    )
 
 
 def _with_plus_signs(weight: float) -> str:
@@ -198,11 +238,28 @@ CASES: dict[str, Case] = {
         (*_reward("failing"), "reward_pool.max_error_frac=0.9"),
         "reward failing fails",
         allowed=("completions have no reward",),
+        evidence="no route to the checker (rewards.py:",
     ),
     "a hanging reward": Case(
         (*_reward("hanging"), "reward_pool.max_error_frac=0.9", "reward_pool.timeout_s=1"),
         "reward hanging times out",
         allowed=("completions have no reward", "steps wait for rewards"),
+    ),
+    "a dead reward server": Case(
+        (
+            "rewards=[{name: countdown, args: {answer_tag: null}}, "
+            "{name: scorer, url: 'http://127.0.0.1:9/score', weight: 0, retries: 0}]",
+        ),
+        "reward scorer fails",
+        allowed=("steps wait for rewards",),
+        evidence="Connection refused",
+        num_steps=6,
+    ),
+    "a failing tool": replace(
+        _room("FailingRoom"),
+        cause="tool calls fail",
+        evidence="the stock's database is down",
+        allowed=("groups are alike", "the reward never differs"),
     ),
     "rewards that are None": Case(
         _reward("absent"), "completions have no reward", allowed=("groups are alike", "the ")
@@ -247,6 +304,7 @@ CASES: dict[str, Case] = {
     "healthy: a low rate": Case(("optimizer.lr=1e-5",), num_steps=20),
     "healthy: PPO": Case((), config="demo-ppo", num_steps=40, prepare=_make_critic),
     "healthy: tail batching": Case(("rollout.tail_batching=1.5",), num_steps=20),
+    "healthy: tools": replace(_room("Stockroom"), num_steps=20),
     "healthy: entropy bonus": Case(("loss.entropy_coef=0.001",), num_steps=20),
     "healthy: few steps": Case((), num_steps=3),
 }
@@ -271,6 +329,8 @@ def measure_all(names: Sequence[str]) -> list[Row]:
     with tempfile.TemporaryDirectory() as created:
         folder = Path(created)
         make_demo(folder / "demo", seed=0)
+        fill_tools = functools.partial(fill_tools_demo, seed=0)
+        make_folder(folder / "tools", {"seed": 0, "demo": "tools"}, fill_tools)
         (folder / "rewards.py").write_text(REWARDS)
         with ThreadPoolExecutor(2) as pool:
             return [*pool.map(lambda name: measure(name, folder), names)]
@@ -317,7 +377,7 @@ def _judge(case: Case, run_dir: Path) -> Row:
     false = [title for title in titles if not title.startswith(expected)] if expected else titles
     if not case.cause:
         result = "silent" if not titles else "not silent"
-    elif any(title.startswith(case.cause) for title in titles):
+    elif any(f.title.startswith(case.cause) and case.evidence in f.text for f in findings):
         result = "named"
     else:
         result = "symptoms" if titles else "missed"

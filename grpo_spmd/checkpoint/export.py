@@ -281,8 +281,12 @@ def save_model(
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     from safetensors.torch import save_file
 
+    # The mode that the umask gives, as all other files have it: save_file's is 0600.
+    path.touch()
+    mode = path.stat().st_mode
     # transformers refuses a file without this metadata
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,7 +22,7 @@ from grpo_spmd.config.schema import DataConfig
 from grpo_spmd.data.cache import digest_of, versions_of
 from grpo_spmd.data.rows import PromptRow, overview_of
 from grpo_spmd.data.tokens import no_template, panics_named, refused_by_template, too_long
-from grpo_spmd.files import open_regular, read_json
+from grpo_spmd.files import open_regular, read_json, read_stop_tokens
 
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
@@ -76,6 +76,9 @@ class PromptView:
     """Whether the model has a chat template; None if it is not known here."""
     problem: str = ""
     """Why the chat template fails for the first prompt."""
+    open_end: tuple[str, int] | None = None
+    """Text and id of the special token that ends a turn in the template, if no completion stops
+    at it."""
 
 
 def view_prompts(
@@ -115,7 +118,9 @@ def view_prompts(
     if not file.is_file() or (render is None and not isinstance(prompt, str)):
         return PromptView(text, has_template=has_template)
     tokenizer = load_tokenizer_file(file)
-    tokenizer.add_special_tokens(list(_special_tokens(settings).values()))
+    special_tokens = _special_tokens(settings)
+    tokenizer.add_special_tokens(list(special_tokens.values()))
+    stop_ids = {tokenizer.token_to_id(special_tokens.get("eos_token", ""))}
 
     def count(indices: Iterable[int]) -> list[int]:
         counts = []
@@ -139,7 +144,30 @@ def view_prompts(
         shortest=min(shortest, default=num_tokens),
         longest=max(longest, default=num_tokens),
         has_template=has_template,
+        open_end=None
+        if template is None
+        else _open_end(
+            renderer(template, settings, opens_turn=False),
+            tokenizer,
+            stop_ids | (read_stop_tokens(folder) or set()),
+        ),
     )
+
+
+def _open_end(
+    render: Render | None, tokenizer: Any, stop_ids: Set[int | None]
+) -> tuple[str, int] | None:
+    """Returns text and id of the special token behind an assistant's turn if that turn has no
+    stop token; None if it has one, or no special token, or if the template refuses."""
+    answer = "a completion"
+    turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
+    with suppress(Exception):  # a template may fail in any way
+        _, is_there, tail = render(turns).rpartition(answer) if render else ("", "", "")
+        ids = tokenizer.encode(tail if is_there else "", add_special_tokens=False).ids
+        added = tokenizer.get_added_tokens_decoder()
+        ends = [(added[i].content, i) for i in ids if i in added and added[i].special]
+        return ends[0] if ends and not stop_ids & {*ids} else None
+    return None
 
 
 def _check_sample(

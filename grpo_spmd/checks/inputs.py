@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from grpo_spmd.checks.data import check_columns, check_prompts_early, prompt_check_inputs
-from grpo_spmd.checks.environments import check_environment_early
 from grpo_spmd.checks.machine import (
     check_disk,
     check_engine_keys,
@@ -54,6 +53,7 @@ class Inputs:
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; empty if eval.every_steps is 0
     rewards: Sequence[Reward] = ()  # in the order of the config
+    notes: list[str] = field(default_factory=list)  # for the run's log
     start_time: float = field(default_factory=time.monotonic)  # the run's, after reading
 
     @property
@@ -93,10 +93,8 @@ def check_inputs(
         check_teachers(config, num_ranks=num_ranks, to_run=to_run)
     if config.critic.path is not None:
         check_critic_model(config, to_run=to_run)
-    # Users' code, which is only loaded, and files that are only parsed.
+    # Users' code, which is only loaded.
     rewards = load_rewards(config.rewards)
-    if config.environment.is_on:
-        check_environment_early(config.environment)
     _check_pool(config)
     # Rows, against the columns that the rewards need and the model's tokenizer. Sets that are never
     # evaluated need not exist.

@@ -23,7 +23,7 @@ from grpo_spmd.checks.data import PromptView, view_prompts
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.rules import check_known_rewards
-from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.config.schema import Config, EnvironmentConfig, RewardConfig
 from grpo_spmd.data.rows import PromptRow, columns_of, key_and_source
 from grpo_spmd.model.config_json import local_folder
 from grpo_spmd.rewards.pool.nursery import encode_frame
@@ -63,6 +63,14 @@ def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) 
     if view.problem:
         row = inputs.rows[0].where
         warnings.append(f"model.path: its chat template fails for {row}: {view.problem}")
+    is_chat = config.environment.is_on or not isinstance(inputs.rows[0].prompt, str)
+    if is_chat and view.open_end is not None:
+        token, token_id = view.open_end
+        warnings.append(
+            f"model.path: its chat template ends a turn with {token!r}, at which no completion "
+            f"stops, so that all may run to rollout.max_completion_tokens; add {token_id} to "
+            f"eos_token_id in {local_folder(config.model.path)}/generation_config.json"
+        )
     for line in _notes(config, inputs, view):
         tell(line)
     for line in warnings:
@@ -85,7 +93,7 @@ def _try(config: Config, inputs: Inputs) -> list[str]:
     if called:
         setup = {"timeout_s": config.reward_pool.timeout_s, "secrets": {}}
         configs = [reward for reward, _ in called.values()]
-        with _Trial("grpo_spmd.rewards.pool.worker", setup, configs) as trial:
+        with Trial("grpo_spmd.rewards.pool.worker", setup, configs) as trial:
             trial.load()
             for number, (key, (reward, loaded)) in enumerate(called.items()):
                 seconds = reward.timeout_s or config.reward_pool.timeout_s
@@ -174,7 +182,7 @@ def _knock(config: Config) -> Iterator[str]:
             )
 
 
-class _Trial(ProcessPool):
+class Trial(ProcessPool):
     """One process that makes one call after the other, as those of the run do."""
 
     _what = "reward"
@@ -227,7 +235,11 @@ class _Trial(ProcessPool):
     def _ended(self, reason: str) -> ConfigError:
         # The first line says what was not loaded, and the last one of a traceback why.
         head, _, rest = reason.strip().partition("\n")
-        return ConfigError(f"{head} {rest.splitlines()[-1]}{_place(rest)}" if rest else head)
+        if rest:
+            return ConfigError(f"{head} {rest.splitlines()[-1]}{_place(rest)}")
+        # A ConfigError of the pool's process names the key itself.
+        prefix = f"the {self._what}s cannot be imported in the {self._what} pool: "
+        return ConfigError(head.removeprefix(prefix))
 
 
 def _place(report: str) -> str:
@@ -287,13 +299,20 @@ def _try_reward(
             break
 
 
+def trial_of_environment(
+    environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
+) -> Trial:
+    """Returns the process that can begin an episode; `rewards` are those that look at it."""
+    setup = {"environment": asdict(environment), "max_chars": 10_000_000}
+    return Trial("grpo_spmd.episodes.worker", setup, rewards)
+
+
 def _try_environment(
     config: Config, inputs: Inputs, looking: Sequence[RewardConfig]
 ) -> Iterator[str]:
     """Yields a warning if the environment cannot begin row 1. Raises ConfigError if it cannot be
     loaded, or if nothing gives a reward."""
-    setup = {"environment": asdict(config.environment), "max_chars": 10_000_000}
-    with _Trial("grpo_spmd.episodes.worker", setup, looking) as trial:
+    with trial_of_environment(config.environment, looking) as trial:
         facts = trial.load()
         weights = {reward.name: reward.weight for reward in inputs.rewards}
         check_known_rewards(config, weights | facts["weights"])

@@ -37,6 +37,7 @@ _MAX_FINITE = 1.7e308  # larger whole numbers are no floats
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_VALUE_CHARS = 4_000
 _MAX_REPORT_CHARS = 100_000
+_MAX_LOG_BYTES = 1 << 20
 _REPORT_TAIL_BYTES = 1 << 24  # of a report's file, which keeps earlier reports
 _MAX_LAUNCHES = 1_000
 # A run without a new line is "silent" after this time: before its first step; later, or so many
@@ -55,7 +56,7 @@ class RecordedRun:
     """A run as its folder records it. Metrics are finite numbers or None."""
 
     folder: Path
-    name: str  # last part of the folder's path; `name_apart` makes several runs' names differ
+    name: str  # the last two parts of the folder's path, which is often RUN/run
     config: dict[str, Any]  # flat, as in config.yaml; {} if that cannot be read
     launches: list[dict[str, Any]]
     steps: list[dict[str, Any]]  # metrics by ascending step; the last line of each step
@@ -64,13 +65,19 @@ class RecordedRun:
     num_steps: int | None  # training.num_steps
     reports: dict[str, str] = field(default_factory=dict)  # by file name, from the newest launch
     dumped_steps: list[int] = field(default_factory=list)  # without those of an earlier attempt
-    state: str = "empty"  # or "done", "going", "preempted", "failed", "killed", "silent"
+    state: str = "empty"  # or "done", "running", "preempted", "failed", "killed", "silent"
     why: str = ""  # the state in one line
 
     @property
     def launch(self) -> dict[str, Any]:
         """The newest launch; {} if none is recorded."""
         return self.launches[-1] if self.launches else {}
+
+    @property
+    def subject(self) -> str:
+        """The model and its data in a few words, e.g. "Qwen3-0.6B on gsm8k"; "" if unknown."""
+        values = [self.config.get(key) for key in ("model.path", "data.train")]
+        return " on ".join(Path(str(value)).name for value in values if value)
 
     @property
     def last_step(self) -> int:
@@ -80,6 +87,16 @@ class RecordedRun:
     def dtype(self) -> str:
         """The number format of the model, which bounds how far engine and policy may differ."""
         return "float32" if self.config.get("model.dtype") == "float32" else "bfloat16"
+
+    @cached_property
+    def log(self) -> str:
+        """The beginning of rank 0's log; "" if it cannot be read."""
+        with (
+            suppress(OSError, UntrustedError),
+            open_regular(self.folder / "logs/rank_0.log") as file,
+        ):
+            return file.read(_MAX_LOG_BYTES).decode("utf-8", "replace")
+        return ""
 
     @cached_property
     def files(self) -> RunFolder:
@@ -97,16 +114,10 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def name_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Returns the runs with different names, with the folder above or a number if needed."""
-    names: list[str] = []
-    for form in ("{name}", "{parent}/{name}", "{name} ({number})"):
-        names = [
-            form.format(name=run.name, parent=run.folder.resolve().parent.name, number=number)
-            for number, run in enumerate(runs, start=1)
-        ]
-        if len(set(names)) == len(names):
-            break
-    return [replace(run, name=name) for run, name in zip(runs, names, strict=True)]
+    """Returns the runs with different names, with a number if needed."""
+    if len({run.name for run in runs}) == len(runs):
+        return list(runs)
+    return [replace(run, name=f"{run.name} ({number})") for number, run in enumerate(runs, start=1)]
 
 
 def _read_run(folder: Path) -> RecordedRun:
@@ -123,7 +134,7 @@ def _read_run(folder: Path) -> RecordedRun:
     steps, evaluations = _read_metrics(files)
     run = RecordedRun(
         folder=folder,
-        name=folder.resolve().name or str(folder),
+        name="/".join(folder.resolve().parts[1:][-2:]) or str(folder),
         config=config,
         launches=files.launches()[-_MAX_LAUNCHES:],
         steps=steps,
@@ -200,7 +211,7 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
     if outcome in ("preempted", "failed", "killed"):
         end_s = _unix_s(launch.get("end"))
         if is_held and (end_s is None or time.time() - end_s > _EXIT_S):
-            return "going", f"; it starts again, and the launch before was {outcome}{suffix}"
+            return "running", f"; it starts again, and the launch before was {outcome}{suffix}"
         return str(outcome), suffix
     # No outcome: the launch goes on, hangs, or was killed without a word.
     times = [_written_s(run.steps), _written_s(run.evaluations), _unix_s(launch.get("start"))]
@@ -211,18 +222,18 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
     if is_held and is_quiet and known_times:
         return "silent", f"{silence}; it holds its folder"
     if is_held:
-        return "going", ""
+        return "running", ""
     if not run.launches and not run.steps:
         return "empty", ": nothing tells of a step yet"
     if not run.launches:
-        return ("killed", ": it left no word of its end") if is_quiet else ("going", "")
+        return ("killed", ": it left no word of its end") if is_quiet else ("running", "")
     host = str(launch.get("host"))[:200]
     # Only on the run's own machine a missing lock proves that nothing holds it.
     if host == socket.gethostname() and os.path.exists("/proc/locks"):
         return "killed", ": it left no word of its end, and no process holds its folder"
     if is_quiet:
         return "silent", f"{silence}; it hangs or was killed on {host}"
-    return "going", f" (on {host})"
+    return "running", f" (on {host})"
 
 
 def _max_quiet_s(run: RecordedRun) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from grpo_spmd.config.errors import cut_middle
 from grpo_spmd.diagnosis.curves import (
     Curve,
     Metrics,
@@ -31,6 +32,8 @@ _NEAR_BOUND = 0.5  # of a bound
 _SPIKE = 10.0  # times the gradients before it
 _NUM_BEFORE_SPIKE = 20
 _MIN_BEFORE_SPIKE = 5
+_MAX_REASON_CHARS = 300
+_FAILED_TOOLS_FRAC = 0.2  # of calls: a policy tries out arguments that tools refuse
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
 _MIN_GROWTH_GIB = 0.25  # in the second half of a run
 # With these a policy or a critic learns from groups whose rewards are alike, too.
@@ -170,7 +173,7 @@ def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
             yield Check(
                 proof.name,
                 "bad" if is_broken else "ok",
-                "broken" if is_broken else f"held {len(steps)} times, last at step {steps[-1]}",
+                "broken" if is_broken else f"passed {len(steps)} times, last at step {steps[-1]}",
                 bound="at each step" if proof.metric == "step" else bound,
                 text=run.why if is_broken else proof.text,
             )
@@ -246,6 +249,28 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
     return f" With it changed {', '.join(changes)}." if changes else ""
 
 
+def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
+    """Yields tools that raise, which costs no episode its reward and so shows nowhere else."""
+    curve = metric_curve(run.steps, "environment/tool_error_frac")
+    failed_steps = curve.steps[curve.values >= _FAILED_TOOLS_FRAC]
+    if len(failed_steps):
+        yield Finding(
+            "warning",
+            "tool calls fail",
+            f"{curve.values.max():.0%} of a step's calls raise at the most, and the policy is "
+            "given the error in place of a result; the traceback is in logs/environments_rank_N.log"
+            f".{_logged_reason(run, '(.+); the policy is given the error')}",
+            step=int(failed_steps[0]),
+            metric=curve.key,
+        )
+
+
+def _logged_reason(run: RecordedRun, pattern: str) -> str:
+    """Returns the first reason in rank 0's log that a pattern's group matches, as a sentence."""
+    match = re.search(rf" WARNING {pattern}", run.log)
+    return f" First reason: {cut_middle(match[1], _MAX_REASON_CHARS)}." if match else ""
+
+
 def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
     """Yields what failed or timed out: each reward, and the environment."""
     bound = setting(run, "reward_pool.max_error_frac", 0.3)
@@ -262,7 +287,8 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
                     _level(peak, 0.0, _NEAR_BOUND * bound),
                     f"{subject} {verb}",
                     f"{peak:.1%} of a step's completions at the most, {_FAILED_FRAC:.0%} or more "
-                    f"at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run stops.",
+                    f"at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run stops."
+                    + _logged_reason(run, rf"{subject.replace(' ', ' .')}.: .*; first: (.+)"),
                     step=int(failed_steps[0]),
                     metric=curve.key,
                 )
@@ -493,6 +519,7 @@ SYMPTOMS: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
     _judge_skipped_updates,
     _judge_reward,
     _judge_failures,
+    _judge_tools,
     _judge_shares,
     _judge_lengths,
     _judge_alarms,

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import sys
-import tempfile
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -26,25 +24,13 @@ from grpo_spmd.distributed.exit import exit_process
 
 def main() -> None:
     """Runs torchrun on the arguments, and exits with the ranks' code."""
-    # For error files. torchrun leaves its own folder behind.
-    folder = tempfile.mkdtemp(prefix="grpo_spmd_")
-
-    def quit_alone(number: int) -> None:
-        """Answers Ctrl-C while there is no rank that could."""
-        shutil.rmtree(folder, ignore_errors=True)
-        interrupt.quit_before_training(number)
-
-    interrupt.listen(quit_alone)
+    interrupt.listen(interrupt.quit_before_training)  # while there is no rank that could answer
     startup.begin("starting the ranks")
-    code = 1
-    try:
-        code = _run([f"--log-dir={folder}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]], folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(code)
+    # Without a folder of error files, which a SIGKILL would leave behind: exit codes are enough.
+    sys.exit(_run([f"--log-dir={os.devnull}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]]))
 
 
-def _run(arguments: list[str], folder: str) -> int:
+def _run(arguments: list[str]) -> int:
     # torchrun sets the same, with a banner of six lines.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with startup.garbage_collector_off():
@@ -75,7 +61,6 @@ def _run(arguments: list[str], folder: str) -> int:
             num_ranks = self._forward(signal.SIGINT if number < 3 else signal.SIGKILL)
             # Without ranks it waits for the other nodes.
             if number > 1 and not num_ranks:
-                shutil.rmtree(folder, ignore_errors=True)
                 exit_process(1)
 
         def _on_signal(self, number: int, _: FrameType | None) -> None:

@@ -26,6 +26,7 @@ _HEADER_EVERY_LINES = 20
 _NUM_RECENT_STEPS = 20
 # In nats per token. At this entropy about one token in a thousand is not the likeliest one.
 _MIN_ENTROPY = 0.01
+_MANY_UNSCORED = 0.1
 Metrics = Mapping[str, float | None]
 
 
@@ -47,6 +48,12 @@ class _Column(NamedTuple):
     format: Callable[[float], str]
 
 
+_LOSS = _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}")
+# In the place of the loss, which says less of a run with a teacher or a critic.
+_SIGNALS = (
+    _Column("teacher", 9, "teacher/kl", "{:.4f}".format),
+    _Column("critic", 9, "critic/explained_variance", "{:.2f}".format),
+)
 _COLUMNS = (
     _Column("reward", 8, "reward/mean", "{:.3f}".format),
     _Column("spread", 7, "reward/std", "{:.3f}".format),
@@ -54,7 +61,7 @@ _COLUMNS = (
         "tokens", 7, "completion/tokens_mean", lambda x: f"{x:.0f}" if x >= 1000 else f"{x:.1f}"
     ),
     _Column("cut", 5, "completion/truncated_frac", "{:.0%}".format),
-    _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}"),
+    _LOSS,
     _Column("grad", 7, "optim/grad_norm", lambda x: f"{x:.3f}" if x < 100 else f"{x:.0e}"),
     # in wide terminals only
     _Column("entropy", 8, "loss/entropy", "{:.3f}".format),
@@ -142,7 +149,7 @@ class Console:
     def lines(self, metrics: Metrics) -> Iterator[str]:
         """Yields the step's line, under a header now and then."""
         if self._num_lines % _HEADER_EVERY_LINES == 0:
-            yield self._header()
+            yield self._header(metrics)
         self._num_lines += 1
         self._ends.append(time.monotonic())
         step = int(metrics["step"] or 0)
@@ -160,12 +167,14 @@ class Console:
                 self._warned.add(name)
                 yield f"step {int(metrics['step'] or 0)}: {text}"
 
-    def _header(self) -> str:
+    def _header(self, metrics: Metrics) -> str:
         # measured at each header: the user may have resized the terminal
         width = shutil.get_terminal_size((80, 24)).columns
         fixed_width = self._step_width + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
         self._room = width - fixed_width
-        self._columns = [c for c in _COLUMNS if self._room >= 0 or c.title != "entropy"]
+        signals = [column for column in _SIGNALS if metrics.get(column.metric) is not None]
+        columns = [c for c in _COLUMNS if self._room >= 0 or c.title != "entropy"]
+        self._columns = [signals[0] if signals and c is _LOSS else c for c in columns]
         titles = "".join(column.title.rjust(column.width) for column in self._columns)
         return " " * self._step_width + titles + "left".rjust(_LEFT_WIDTH)
 
@@ -235,11 +244,20 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
             "gradient",
             f"the gradient is 0, so that nothing is learned from this step; see {dump}",
         )
+    unscored = metrics.get("reward/unscored_frac") or 0.0
+    if _MANY_UNSCORED <= unscored < 1.0:
+        yield (
+            "unscored",
+            f"{unscored:.0%} of the completions have no reward and are left out of the loss and of "
+            "reward/mean: a reward or the environment failed, or no reward applied (see "
+            f"reward/*/error_frac, and the statuses in {dump})",
+        )
     if metrics.get("completion/truncated_frac") == 1.0:
         yield (
             "truncated",
             "every completion was cut off at rollout.max_completion_tokens: "
-            f"a reward that looks for an end or an answer cannot find one; raise it, or see {dump}",
+            "a reward that looks for an end or an answer cannot find one; "
+            f"raise it, look at the model's eos_token_id, or see {dump}",
         )
     entropy = metrics.get("loss/entropy")
     if entropy is not None and entropy < _MIN_ENTROPY:

@@ -31,8 +31,12 @@ def _ranks(job: Job) -> list[int]:
 @pytest.mark.parametrize("launcher", ["torch.distributed.run", "grpo_spmd.distributed.launch"])
 def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, folder: Path, launcher: str) -> None:
     config = write_config(tmp_path, folder / "model")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2"]
-    job = Job([*command, "-m", "grpo_spmd.train", "--config", str(config)])
+    job = Job(
+        [*command, "-m", "grpo_spmd.train", "--config", str(config)], env={"TMPDIR": str(temporary)}
+    )
     deadline = time.monotonic() + 120
     while len(_ranks(job)) < 2:
         assert time.monotonic() < deadline, "the ranks did not start"
@@ -44,3 +48,5 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, folder: Path, launch
     while job.survivors():
         assert time.monotonic() < deadline, f"still there: {job.survivors()}"
         time.sleep(0.05)
+    if launcher == "grpo_spmd.distributed.launch":  # torchrun leaves its folder of error files
+        assert list(temporary.iterdir()) == []

@@ -102,12 +102,14 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
         at = run.made_steps.index(17)
         displayed = 0
         for key, values in metrics.items():
-            if key in ("time/wall_s",):
+            if key in ("time/wall_s", "reward/unscored_frac"):
                 continue
             [result] = [value for position, value in message.items() if _is_of(position, key)]
             assert _number(result) == _rounded(values[at]), key
             displayed += 1
-        assert displayed == len(metrics) - 1
+        assert displayed == len(metrics) - 2
+        assert page.text("#zeros summary") == "metrics that are 0 at every step: 1"
+        assert "reward/unscored_frac" in page.text("#zeros")
         assert message["evaluation: step"] == "--"  # there was none after step 17
         page.go("#view=curves&step=20")
         [said_20] = [text for text in page.each(".chart", "e.textContent") if "pass_at_4" in text]
@@ -127,6 +129,53 @@ def test_curves_say_what_the_metrics_are(browser: Browser, pages: dict[str, Path
             )
             == 1
         )
+
+
+def test_a_metric_of_zeros_has_a_chart_where_a_link_asks_for_it(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    with browser.open(pages["finished"], "#view=curves&metric=reward/unscored_frac") as page:
+        assert "unscored_frac" in page.text(".chart.wanted")
+        assert page.value("document.querySelector('#zeros')") is None
+        _assert_quiet(page)
+
+
+def test_a_colour_is_a_run_or_a_phase_in_every_chart(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    colours = "charts.map(({ plot }) => plot.series.slice(1).map((line) => line.stroke()))"
+    keys = "charts.map((chart) => chart.keys)"
+    with browser.open(pages["two"], "#view=curves&step=30") as page:
+        drawn = page.value(colours)
+        assert {len(names) for names in page.value(keys)} == {1}
+        assert {tuple(chart) for chart in drawn} == {tuple(drawn[0])}  # all charts have both runs
+        marks = page.each("#runs .key", "getComputedStyle(e).color")
+        assert marks == drawn[0]
+        assert len(set(marks)) == 2
+        page.go("#view=timeline")  # whose colours are phases
+        assert page.each("#runs .key", "getComputedStyle(e).color") == []
+    with browser.open(pages["finished"], "#view=curves&step=30") as page:
+        by_key = {
+            key: colour
+            for names, lines in zip(page.value(keys), page.value(colours), strict=True)
+            for key, colour in zip(names, lines, strict=True)
+        }
+        page.go("#view=timeline&step=30")
+        boxes = page.each(".legend > span", "e.textContent")[: len(PHASES)]
+        shown = page.each(".legend .box", "getComputedStyle(e).backgroundColor")
+        for phase, colour in zip(boxes, shown, strict=False):
+            assert by_key[f"time/{phase}_s"] == colour, phase
+            assert by_key[f"memory/{phase}/peak_gib"] == colour, phase
+        bars = page.each(".bins.low .bin i", "getComputedStyle(e).backgroundColor")
+        assert not set(bars) & set(shown[: len(PHASES)])
+
+
+def test_a_run_is_named_with_its_subject_and_its_findings(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
+    with browser.open(pages["finished"]) as page:
+        assert "demo done, 1 finding tiny on sums.jsonl" in page.text("#verdict h2")
+        assert page.value("document.querySelector('#runs .mark').className") == "mark warning"
 
 
 def test_phases_are_stacked_and_all_charts_zoom_together(
@@ -166,8 +215,9 @@ def _is_of(position: str, key: str) -> bool:
     in common."""
     title, _, label = position.partition(": ")
     charts_values = {
-        "rewards by name": r"reward/(.+)/mean", "tokens of a completion": r"completion/(.+)",
-        "engine against policy": r"weight_sync/(.+)", "seconds by phase": r"time/(?!step_s)(.+)",
+        "rewards by name": r"reward/(.+)/mean", "completion length": r"completion/(.+)",
+        "logprob mismatch of engine and policy": r"weight_sync/(.+)",
+        "time by phase": r"time/(?!step_s)(.+)",
         "memory by phase, peak GiB": r"memory/(.+)/peak_gib",
     }  # fmt: skip
     if match := re.fullmatch(charts_values.get(title, r"(.+)"), key):
@@ -203,8 +253,14 @@ def test_the_table_is_the_steps_rollouts_sorted_by_any_column(
         assert [row[7] for row in _table(page)] == [
             chunk["status_names"][status] for status in columns["status"]
         ]
-        whys = [chunk["rollouts"][at]["why"] if at >= 0 else "" for at in columns["shown"]]
-        assert [row[9] for row in _table(page)] == whys
+        for row, at in zip(_table(page), columns["shown"], strict=True):
+            rollout = chunk["rollouts"][at] if at >= 0 else {"completion": "", "why": ""}
+            start, _, end = row[9].removesuffix(rollout["why"]).partition(" \u2026 ")
+            text = " ".join(rollout["completion"].split())
+            assert text.startswith(start.strip()), row
+            assert end.strip() in text, row
+            assert bool(start) == (at >= 0)
+            assert row[9].endswith(rollout["why"]) == (rollout["why"] not in ("group", "sampled"))
         for number, name in enumerate(
             ("row", "position", "sample", "reward", "advantage", "tokens")
         ):
@@ -440,12 +496,10 @@ def test_two_runs_are_overlaid_and_their_configs_differ(
     initial, second = RUNS["two"]()
     with browser.open(pages["two"], "#view=curves&step=30") as page:
         [text] = [
-            t
-            for t in page.each(".chart", "e.textContent")
-            if t.startswith("reward") and "reward/mean (" in t
+            t for t in page.each(".chart", "e.textContent") if t.startswith("reward reward/mean")
         ]
         for run in (initial, second):
-            assert f"reward/mean ({run.name})" in text
+            assert run.name in text
             assert str(_rounded(run.main()["metrics"]["reward/mean"][29])) in text
         rows = page.each("main > .panel tbody tr", "[...e.cells].map((cell) => cell.textContent)")
         assert rows == [
@@ -692,7 +746,9 @@ def test_a_real_runs_page_is_its_metrics_and_its_dump(
         drawn = page.value(
             "Object.fromEntries(charts.flatMap((chart) => chart.keys.map((key) => [key, true])))"
         )
-        assert metrics[step].keys() - drawn.keys() <= {
+        zeros = page.each("#zeros code", "e.textContent")
+        assert not any(line.get(key) for key in zeros for line in metrics.values())
+        assert metrics[step].keys() - drawn.keys() - set(zeros) <= {
             "step",
             "time/unix_s",
             "time/wall_s",

@@ -120,6 +120,7 @@ class MadeRun:
         )
         return {
             "name": self.name,
+            "subject": "tiny on sums.jsonl",
             "folder": f"/data/runs/{self.name}",
             "state": self.state,
             "why": reason,
@@ -245,6 +246,8 @@ class MadeRun:
             "optim/grad_norm": [
                 math.exp(jitter(-1, 0.3)) * (30 if step % 97 == 50 else 1) for step in steps
             ],
+            "reward/unscored_frac": [0 for _ in rise],
+            "reward/nothing/mean": [0 for _ in rise],
             "optim/lr": [1e-6 * min(1, step / 10) for step in steps],
             "weight_sync/mismatch_kl": [abs(jitter(2e-4, 3e-5)) for _ in rise],
             "weight_sync/mismatch_abs_mean": [abs(jitter(8e-3, 1e-3)) for _ in rise],

@@ -73,6 +73,18 @@ def test_what_a_reward_prints_is_no_part_of_what_was_checked(
     assert sys.argv[0] == "train"
 
 
+def test_a_check_is_about_as_many_ranks_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good_folder(tmp_path, monkeypatch)
+    prepare(Case("", ""))
+    overrides = ["rollout.tensor_parallel_size=3"]
+    assert check_exit_code(monkeypatch, "--ranks", "8", *overrides) == 2
+    assert "(3) must divide the number of ranks (8): 1, 2, 4, 8" in capsys.readouterr().err
+    assert check_exit_code(monkeypatch, "--ranks", "6", *overrides) == 2
+    assert "number of ranks" not in capsys.readouterr().err  # another rule, of the model's heads
+
+
 def test_a_folder_of_checkpoints_leads_to_the_newest(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -84,6 +84,16 @@ def test_a_line_by_hand() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("title", "metric"), [("teacher", "teacher/kl"), ("critic", "critic/explained_variance")]
+)
+def test_a_teacher_or_a_critic_stands_in_the_place_of_the_loss(title: str, metric: str) -> None:
+    header, line = shown(QUIET | {"reward/mean": 0.0, metric: 0.25}, 99999, 99999)
+    assert header.split()[3:6] == ["cut", title, "grad"]
+    assert float(line.split()[6]) == 0.25
+    assert max(len(header), len(line)) <= 80
+
+
 @pytest.mark.parametrize("num_steps", [1, 80, 9999, 99999])
 @pytest.mark.parametrize("columns", [80, 90, 132, 250])
 def test_columns_are_fixed_and_fit(
@@ -157,6 +167,7 @@ def test_the_time_that_is_left(
             {"completion/truncated_frac": 1.0},
             "every completion was cut off at rollout.max_completion_tokens",
         ),
+        ({"reward/unscored_frac": 0.25}, "25% of the completions have no reward and are left out"),
         ({"optim/grad_norm": 0.0}, "the gradient is 0"),
         ({"loss/entropy": 0.002}, "the policy's entropy is 0.002 nats a token"),
         ({"optim/updates": 0, "optim/grad_norm": None, "loss/entropy": None}, "no update was made"),

@@ -64,6 +64,34 @@ def test_completions_that_were_cut_off_from_the_start_do_not_blame_the_learning_
     assert [*findings] == ["completions are cut off"]
 
 
+def test_what_fails_is_told_with_its_first_reason(tmp_path: Path) -> None:
+    """From rank 0's log, where the run goes on in spite of it."""
+    log = (
+        "2026-11-27 01:42:59,593 WARNING reward 'judge': 256 of 256 completions failed (0 timeout, "
+        "256 error); first: reward 'judge' did not answer: Connection refused (http://h:1)\n"
+        "2026-11-27 01:43:59,593 WARNING tool 'count' raised KeyError: 'a' (room.py:7); the policy "
+        "is given the error, and environment/tool_error_frac counts them; traceback: x.log\n"
+    )
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs/rank_0.log").write_text(log)
+
+    def fail(line: Line, share: float) -> None:
+        line |= {"reward/judge/error_frac": 0.25, "environment/tool_error_frac": 0.375}
+
+    findings = diagnose(tmp_path, changed(fail, start=4))
+    reason = " First reason: reward 'judge' did not answer: Connection refused (http://h:1)."
+    assert findings["reward judge fails"].text.endswith(reason)
+    tools = findings["tool calls fail"]
+    assert (tools.level, tools.step) == ("warning", 4)
+    assert tools.text.startswith("38% of a step's calls raise at the most")
+    assert tools.text.endswith("First reason: tool 'count' raised KeyError: 'a' (room.py:7).")
+
+
+def test_a_policy_that_tries_out_arguments_is_left_in_peace(tmp_path: Path) -> None:
+    few = changed(lambda line, share: line.update({"environment/tool_error_frac": 0.1}))
+    assert "tool calls fail" not in diagnose(tmp_path, few)
+
+
 def hack(line: Line, share: float) -> None:
     line |= {
         "reward/mean": 0.3 + 1.5 * share,

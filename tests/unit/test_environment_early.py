@@ -1,5 +1,4 @@
-"""What an environment's file shows before it is run; and nothing is refused that its processes
-would take."""
+"""What the process that runs an environment's file refuses of it, before a model is loaded."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.checks.environments import check_environment_early
+from grpo_spmd.checks.trials import trial_of_environment
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EnvironmentConfig
 from grpo_spmd.episodes.worker import load
@@ -46,6 +45,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"factory": "env.py:World"},
         "has no method reset(**row)",
     ),
+    (f"{WORLD}world = World()\n", {"factory": "env.py:world"}, "env.py has no Class 'world'"),
     (
         "class World:\n    def step(self, a): ...\n",
         {"gym": "env.py:World"},
@@ -59,17 +59,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         TYPED.replace(": int", ""),
         {"tools": ("env.py:add",)},
-        "add has no schema: its argument 'a' has no type",
+        "add has no schema: Argument a is missing a type hint",
     ),
     (
         "def add(a: int): ...\n",
         {"tools": ("env.py:add",)},
-        "add has no schema: it has no docstring",
+        "add has no schema: Cannot generate JSON schema for add because it has no docstring",
     ),
     (
         WORLD.replace("a: int", "a"),
         {"factory": "env.py:World"},
-        "add has no schema: its argument 'a' has no type",
+        "add has no schema: Argument a is missing a type hint",
     ),
 ]
 TAKEN: list[tuple[str, dict[str, Any]]] = [
@@ -92,7 +92,7 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("source", "settings", "expected"), REFUSED)
-def test_what_is_certain_is_refused_in_one_line(
+def test_what_cannot_work_is_refused_in_one_line(
     source: str,
     settings: dict[str, Any],
     expected: str,
@@ -101,21 +101,22 @@ def test_what_is_certain_is_refused_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("env.py").write_text(source)
-    with pytest.raises(ConfigError) as early:
-        check_environment_early(EnvironmentConfig(**settings))
+    with (
+        pytest.raises(ConfigError) as early,
+        trial_of_environment(EnvironmentConfig(**settings)) as trial,
+    ):
+        trial.load()
+    assert str(early.value).startswith("environment.")
     assert expected in str(early.value)
     assert "\n" not in str(early.value)
-    with pytest.raises(ConfigError):  # whoever runs it does so too
-        load({"environment": vars(EnvironmentConfig(**settings)), "rewards": [], "max_chars": 9})
 
 
 @pytest.mark.parametrize(("source", "settings"), TAKEN)
-def test_what_the_nursery_takes_is_not_refused(
+def test_what_works_is_not_refused(
     source: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("env.py").write_text(source)
-    check_environment_early(EnvironmentConfig(**settings))
     load({"environment": vars(EnvironmentConfig(**settings)), "rewards": [], "max_chars": 9})
 
 
@@ -128,7 +129,6 @@ def test_the_command_ends_with_2_and_runs_the_file_in_a_process_of_its_own(
     Path(folder, "model/chat_template.jinja").write_text("{{ messages[-1].content }}")
     assert check_exit_code(monkeypatch, "environment.factory=env.py:Word") == 2
     assert capsys.readouterr().err == "error: environment.factory: env.py has no Class 'Word'\n"
-    assert not Path(folder, "was_run").exists()
     assert check_exit_code(monkeypatch, "environment.factory=env.py:World") == 0
     assert capsys.readouterr().err == ""
     assert Path(folder, "was_run").exists()

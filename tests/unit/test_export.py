@@ -307,6 +307,9 @@ def test_into_a_checkpoint_that_is_still_being_made(tmp_path: Path) -> None:
         "model.safetensors",
         *(p.name for p in (checkpoint / "model").iterdir()),
     }
+    # One mode for all files, that which the umask gives.
+    modes = {path.stat().st_mode for path in checkpoint.iterdir() if path.is_file()}
+    assert modes == {(checkpoint / "config.json").stat().st_mode}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     assert_same(
         {"norm": loaded.model.norm.weight.data},

@@ -50,5 +50,5 @@ def test_the_exit_code_is_that_of_the_ranks(
             )
 
     monkeypatch.setattr(run, "run", fail)
-    assert launch._run(["--standalone", "-m", "x"], "unused") == expected
+    assert launch._run(["--standalone", "-m", "x"]) == expected
     assert capsys.readouterr().err == message

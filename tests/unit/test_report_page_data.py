@@ -119,7 +119,7 @@ def test_the_page_has_the_figures_of_the_metrics_and_of_the_dump(tmp_path: Path)
     }
     assert "thinned" not in run
     assert (run["name"], run["state"], run["last_step"], run["num_steps"]) == (
-        "run",
+        f"{tmp_path.name}/run",
         "done",
         30,
         80,
@@ -537,6 +537,7 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
     chunks = _page(*folders)
     main = chunks["main"]
     assert [run["name"] for run in main["runs"]] == ["a/run", "b/run"]
+    assert [run["subject"] for run in main["runs"]] == ["m", "m"]
     assert main["differences"] == [["loss.kl_coef", 0, 1]]
     assert [len(chunks[f"{number}/1"]["table"]["row"]) for number in (0, 1)] == [4, 8]
     sources = {key: (value, source) for key, value, source in main["runs"][1]["config"]}

@@ -78,11 +78,11 @@ def test_a_launch_that_ended_without_a_word(tmp_path: Path) -> None:
     state, reason = _state(tmp_path, local, seconds_ago=5.0)
     assert (state, "no process holds its folder" in reason) == ("killed", True)
     assert _state(tmp_path, present, seconds_ago=5.0) == (
-        "going",
-        "going after step 5 of 80 (on another)",
+        "running",
+        "running after step 5 of 80 (on another)",
     )
     # steps took 60 s: silent after ten times as long
-    assert _state(tmp_path, present, seconds_ago=500.0)[0] == "going"
+    assert _state(tmp_path, present, seconds_ago=500.0)[0] == "running"
     state, reason = _state(tmp_path, present, seconds_ago=7200.0)
     assert (state, "nothing written for 2 h" in reason) == ("silent", True)
 
@@ -96,20 +96,20 @@ def test_an_evaluation_of_each_hundredth_step_is_no_silence(tmp_path: Path) -> N
             "time/unix_s": time.time() - 1500 - 90 + line["step"],
         }
     launch = _OPEN | {"host": "another", "start": LONG_AGO}
-    assert read_run(make_run(tmp_path, lines, launch)).state == "going"
+    assert read_run(make_run(tmp_path, lines, launch)).state == "running"
     lines[0]["time/step_s"] = 10.0
     assert read_run(make_run(tmp_path, lines, launch)).state == "silent"
 
 
 def test_a_first_step_may_take_as_long_as_the_watchdog_lets_it(tmp_path: Path) -> None:
-    for seconds, state in ((1700.0, "going"), (1900.0, "silent")):
+    for seconds, state in ((1700.0, "running"), (1900.0, "silent")):
         run = read_run(make_run(tmp_path, [], _OPEN | {"host": "another", "start": _now(seconds)}))
         assert run.state == state, run.why
     # so may that of a launch that goes on with a run of long ago
     state, reason = _state(
         tmp_path, _OPEN | {"host": "another", "start": _now(1700.0)}, seconds_ago=1e6
     )
-    assert state == "going", reason
+    assert state == "running", reason
 
 
 _HOLD = """
@@ -130,7 +130,7 @@ def test_who_holds_the_folder_goes_on_and_is_not_disturbed(tmp_path: Path) -> No
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == b"held\n"
-        assert read_run(tmp_path).state == "going"
+        assert read_run(tmp_path).state == "running"
         make_run(tmp_path, _lines(5, 7200.0), _OPEN | {"host": socket.gethostname()})
         run = read_run(tmp_path)
         assert (run.state, "holds its folder" in run.why) == ("silent", True)
@@ -139,8 +139,8 @@ def test_who_holds_the_folder_goes_on_and_is_not_disturbed(tmp_path: Path) -> No
         )
         run = read_run(tmp_path)
         assert (run.state, run.why) == (
-            "going",
-            "going after step 5 of 80; it starts again, and the launch before was failed: x",
+            "running",
+            "running after step 5 of 80; it starts again, and the launch before was failed: x",
         )
     finally:
         holder.kill()
@@ -165,7 +165,7 @@ def test_reading_takes_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_folders_of_before_there_were_launches(tmp_path: Path) -> None:
     assert _state(tmp_path, None, num_steps=80) == ("done", "done after step 80 of 80")
     assert _state(tmp_path, None)[0] == "killed"
-    assert _state(tmp_path, None, seconds_ago=5.0)[0] == "going"
+    assert _state(tmp_path, None, seconds_ago=5.0)[0] == "running"
     (tmp_path / "logs" / "failure.txt").write_text(
         "=== 2026-01-01 00:00:00\nrank 0 failed first\ntraceback\n"
     )
@@ -305,7 +305,7 @@ def test_runs_of_one_name_are_named_apart(tmp_path: Path) -> None:
         "b/run",
     ]
     twice = name_apart([read_run(folders[0]), read_run(folders[0])])
-    assert [run.name for run in twice] == ["run (1)", "run (2)"]
+    assert [run.name for run in twice] == ["a/run (1)", "a/run (2)"]
 
 
 def test_a_line_of_many_metrics_has_a_bound(tmp_path: Path) -> None:

@@ -210,10 +210,10 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
     errors = checked["reward math"]
     assert (errors.level, errors.value, errors.bound) == ("bad", "18.00% at step 50", "30%")
     assert (
-        checked["weight sync"].value == "held 8 times, last at step 200"
+        checked["weight sync"].value == "passed 8 times, last at step 200"
     )  # 1, 50, 51, 100, 101, 150, 151, 200
     assert (checked["finite updates"].level, checked["finite updates"].value) == ("ok", "0 skipped")
-    assert checked["partition of tokens"].value == "held 200 times, last at step 200"
+    assert checked["partition of tokens"].value == "passed 200 times, last at step 200"
 
 
 def test_a_check_that_is_switched_off_is_named(tmp_path: Path) -> None:

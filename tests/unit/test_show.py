@@ -103,6 +103,13 @@ def test_figures_of_the_curves_are_those_of_the_file(run: Path, shown: Shown) ->
     assert re.search(r"step 10/20 +0\.100 ", result)  # the console's line of the newest step
 
 
+def test_a_teacher_and_a_critic_have_a_curve(tmp_path: Path, shown: Shown) -> None:
+    signals = {"teacher/kl": 0.25, "critic/explained_variance": 0.5}
+    result = shown(write_run(tmp_path, [metrics_of(step, **signals) for step in (1, 2)]))
+    assert re.search(r"^teacher KL +[▁-█]+ +0\.25 ", result, re.MULTILINE)
+    assert re.search(r"^critic +[▁-█]+ +0\.5 ", result, re.MULTILINE)
+
+
 def test_components_and_evaluations_have_curves_of_their_own(tmp_path: Path, shown: Shown) -> None:
     lines = []
     for step in range(1, 5):

@@ -22,6 +22,8 @@ import os
 def right(completions, answer, **columns): return [float(c in answer) for c in completions]
 def text(completions, **columns): return "abc"
 def alone(completions, **columns): return 1.0
+def by_name(completions, **columns): return {"reward": 1.0}
+def forgets(completions, **columns): [1.0 for _ in completions]
 def words(completions, **columns): return ["a" for _ in completions]
 def few(completions, **columns): return [1.0] * 5
 def raises(completions, **columns): return [float(c[0] == "x") for c in completions]
@@ -104,6 +106,8 @@ def test_what_was_checked_is_one_line_and_prompt_1_is_shown(
     [
         ("text", "rewards.0: 'text' must return a list of numbers or None; got str; a reward"),
         ("alone", "rewards.0: 'alone' must return a list of numbers or None; got float"),
+        ("by_name", "rewards.0: 'by_name' must return a list of numbers or None; got dict"),
+        ("forgets", "rewards.0: 'forgets' must return a list of numbers or None; got NoneType"),
         ("words", "rewards.0: 'words' returned 'a', which is no number"),
         ("few", "rewards.0: 'few' returned 5 values for 2 completions"),
     ],
@@ -191,6 +195,31 @@ def test_an_environment_begins_the_first_row(
     assert summary.endswith("1 reward, environment")
     errors = capsys.readouterr().err
     assert message in errors if message else not errors
+
+
+def test_a_turn_that_ends_with_no_stop_token_is_warned_of(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The template ends turns with <|im_end|>, which generation_config.json does not name."""
+    path = folder / "model/tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    number = max(tokenizer["model"]["vocab"].values()) + 1
+    end = {"id": number, "content": "<|im_end|>", "special": True}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    tokenizer["added_tokens"].append(end | flags)
+    path.write_text(json.dumps(tokenizer))
+    ended = TEMPLATE.replace("{% endfor %}", "<|im_end|>{% endfor %}")
+    (folder / "model/chat_template.jinja").write_text(ended)
+    data = {"train": str(folder / "train.jsonl"), "max_prompt_tokens": 64}
+    tried(folder, data=data)  # plain text has no turns
+    assert capsys.readouterr().err == ""
+    tried(folder, data={**data, "as_chat": True})
+    warning = capsys.readouterr().err
+    assert "ends a turn with '<|im_end|>', at which no completion stops" in warning
+    assert f"add {number} to eos_token_id in {folder}/model/generation_config.json" in warning
+    (folder / "model/generation_config.json").write_text(json.dumps({"eos_token_id": [1, number]}))
+    tried(folder, data={**data, "as_chat": True})
+    assert capsys.readouterr().err == ""
 
 
 def test_an_environment_needs_a_chat_template(folder: Path) -> None:

@@ -17,7 +17,7 @@ from grpo_spmd.tools.report.page import PAGE_START
 
 _MAX_RUNS = 8
 _MIN_AGE_S = 10.0  # of the page, with --follow
-_RUNNING_STATES = {"going", "silent", "empty"}
+_RUNNING_STATES = {"running", "silent", "empty"}
 
 
 def main() -> None:

@@ -69,8 +69,9 @@ class Plan(NamedTuple):
 
 def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
     """Writes the page as a whole or not at all. Raises OSError if it cannot be written."""
-    title = " and ".join(run.name for run in runs) + " - grpo_spmd"
-    write_page(out, title, _make_chunks(runs))
+    names = " and ".join(run.name for run in runs)
+    title = f"{names}: {runs[0].subject}" if len(runs) == 1 and runs[0].subject else names
+    write_page(out, f"{title} - grpo_spmd", _make_chunks(runs))
 
 
 def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:

@@ -73,6 +73,7 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
     max_points = min(_MAX_POINTS, _MAX_NUMBERS // num_runs // max(1, num_metrics))
     return {
         "name": run.name,
+        "subject": run.subject,
         "folder": str(run.folder.absolute()),
         "state": run.state,
         "why": run.why,

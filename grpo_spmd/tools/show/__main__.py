@@ -135,7 +135,7 @@ def _follow(args: argparse.Namespace) -> None:
     for _ in changes(look, min_age_s=0.0):
         terminal = find_terminal(args.full)
         run = read_run(args.run_dir)
-        has_ended = run.state not in ("going", "silent")
+        has_ended = run.state not in ("running", "silent")
         if terminal.is_tty or last_step is None:
             try:
                 lines = list(_page(run, args, terminal))

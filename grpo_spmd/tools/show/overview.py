@@ -23,7 +23,7 @@ MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them
 _MAX_FINDING_LINES = 24
 _MAX_CURVES = 8  # of components of the reward; of evaluations
 _REPORT_LINES = 12
-_GOOD_STATES = ("done", "going")
+_GOOD_STATES = ("done", "running")
 _BAD_STATES = ("failed", "killed")
 _MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
 _FIGURE_WIDTH = 8  # columns of a number and the space before it
@@ -118,6 +118,8 @@ class CurveRow(NamedTuple):
 
 
 _CURVES = (
+    CurveRow("teacher KL", "teacher/kl"),
+    CurveRow("critic", "critic/explained_variance"),
     CurveRow("spread", "reward/std"),
     CurveRow("groups alike", "reward/zero_std_groups_frac"),
     CurveRow("tokens", "completion/tokens_mean"),
@@ -154,7 +156,7 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         hint = f"more: --step {run.last_step}"
         if run.dumped_steps:
             hint += "  --worst 3  --best 3  --prompt P  --grep TEXT"
-        hint += "  --follow" * (run.state == "going")
+        hint += "  --follow" * (run.state == "running")
         yield Line()
         hint += "; python -m grpo_spmd.report makes a page of it"
         yield from terminal.excerpt(hint, 4, styles="dim")

@@ -77,21 +77,24 @@ function closeView() {
 // ---- header
 
 const STATES = {
-  done: ["done", "ok"], going: ["going", "ok"], preempted: ["preempted", "warning"], failed: ["failed", "bad"],
+  done: ["done", "ok"], running: ["running", "ok"], preempted: ["preempted", "warning"], failed: ["failed", "bad"],
   killed: ["killed", "bad"], silent: ["silent", "warning"], empty: ["empty", "warning"],
 };
 const stateMark = (run) => {
   const [word, level] = own(STATES, run.state) ?? [String(run.state), "warning"];
-  // A run that ended well and has something bad to look at is not green.
-  const isIll = run.findings.some((finding) => finding.level === "bad");
-  return el("span", { class: "mark " + (isIll && level !== "bad" ? "warning" : level) }, shown(word));
+  // A run that ended well is not green where something is to be looked at, and says how much.
+  const worst = ["bad", "warning"].find((kind) => [level, ...run.findings.map((finding) => finding.level)]
+    .includes(kind)) ?? level;
+  const number = run.findings.filter((finding) => finding.level !== "ok").length;
+  return el("span", { class: "mark " + worst }, shown(word),
+    number > 0 && `, ${number} ${number > 1 ? "findings" : "finding"}`);
 };
 
 function showHeader() {
   const choose = (run, i) =>
     el("a", { class: "run", href: addressOf({ run: i, step: null, rollout: null, row: null }),
               "aria-current": i === state.run && main.runs.length > 1 ? "true" : null },
-      main.runs.length > 1 && el("i", { class: "key " + (i ? "dashed" : "") }), shown(run.name), " ", stateMark(run));
+      runKey(i), shown(run.name), " ", stateMark(run));
   byId("runs").replaceChildren(...main.runs.map(choose));
   const views = Object.keys(VIEWS).filter((view) => view !== "search" || state.view === "search");
   byId("views").replaceChildren(...views.map((view) =>

@@ -120,6 +120,10 @@ function colour(name) {
 /** One of the eight colours that colour-blind people tell apart, for the i-th line of a chart. */
 const lineColour = (i) => "c" + (i % 8);
 
+/** The mark of the i-th run beside its name, where its curves are shown. */
+const runKey = (i) => main.runs.length > 1 && ["verdict", "curves"].includes(state.view) &&
+  el("i", { class: "key " + (i ? "dashed" : ""), style: { color: `var(--${lineColour(i)})` } });
+
 /** Drawn lines of 100 x 20 for a table's cell; null values are gaps. */
 function spark(values, low = smallest(known(values)), high = largest(known(values))) {
   const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");

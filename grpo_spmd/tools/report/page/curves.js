@@ -1,6 +1,6 @@
 "use strict";
-// Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. The first run is drawn
-// solid, further ones dashed, each in its own way.
+// Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. A colour is a phase
+// where a metric belongs to one; of several runs it is the run in every chart, and a chart has one metric.
 
 const PHASES = ["weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint"];
 const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 7);
@@ -8,46 +8,59 @@ const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(ph
 const CHARTS = [
   { title: "reward", keys: ["reward/mean"] },
   { title: "rewards by name", keys: /^reward\/.+\/mean$/ },
-  { title: "spread of rewards", keys: /^reward\/(.+\/)?std$/ },
+  { title: "teacher", keys: ["teacher/kl"] },
+  { title: "critic", keys: ["critic/explained_variance"] },
+  { title: "standard deviation of rewards", keys: /^reward\/(.+\/)?std$/ },
   { title: "evaluation", keys: /^eval\/.+\/(mean|pass_at_\d+|maj_at_\d+)$/, evaluation: true },
-  { title: "groups without spread, unscored", keys: ["reward/zero_std_groups_frac", "reward/unscored_frac"] },
-  { title: "errors of rewards", keys: /^reward\/.+\/(error|timeout|not_applicable|retried)_frac$/ },
-  { title: "tokens of a completion", keys: /^completion\/tokens_/ },
-  { title: "truncated", keys: ["completion/truncated_frac"] },
+  { title: "groups of equal rewards, unscored completions",
+    keys: ["reward/zero_std_groups_frac", "reward/unscored_frac"] },
+  { title: "reward errors", keys: /^reward\/.+\/(error|timeout|not_applicable|retried)_frac$/ },
+  { title: "completion length", keys: /^completion\/tokens_/ },
+  { title: "truncated completions", keys: ["completion/truncated_frac"] },
   { title: "entropy", keys: ["loss/entropy"] },
   { title: "KL", keys: ["loss/kl", "reward/kl_penalty_mean"] },
-  { title: "clipped", keys: ["loss/clip_frac"] },
+  { title: "clipped tokens", keys: ["loss/clip_frac"] },
   { title: "loss", keys: ["loss/total", "loss/policy"] },
   { title: "gradient norm", keys: ["optim/grad_norm"], log: true },
   { title: "learning rate", keys: ["optim/lr"] },
-  { title: "engine against policy", keys: /^weight_sync\/mismatch_/, log: true },
+  { title: "logprob mismatch of engine and policy", keys: /^weight_sync\/mismatch_/, log: true },
   { title: "rollout correction", keys: /^rollout_correction\// },
-  { title: "seconds by phase", keys: /^time\/(?!step_s|wall_s|unix_s).+_s$/, stacked: true },
-  { title: "seconds of a step", keys: ["time/step_s"] },
+  { title: "time by phase", keys: /^time\/(?!step_s|wall_s|unix_s).+_s$/, stacked: true },
+  { title: "step time", keys: ["time/step_s"] },
   { title: "throughput", keys: ["rollout/tokens_per_s", "throughput/tokens_per_s_per_rank"] },
-  { title: "samples a second", keys: ["throughput/samples_per_s"] },
-  { title: "waiting for the slowest", keys: ["rollout/tail_waste_frac", "batching/rank_cost_spread_frac"] },
+  { title: "samples per second", keys: ["throughput/samples_per_s"] },
+  { title: "waiting for the slowest rank", keys: ["rollout/tail_waste_frac", "batching/rank_cost_spread_frac"] },
   { title: "memory by phase, peak GiB", keys: /^memory\/.+\/peak_gib$/ },
   { title: "memory by phase, allocated GiB", keys: /^memory\/.+\/allocated_gib$/ },
   { title: "memory by phase, reserved GiB", keys: /^memory\/.+\/reserved_gib$/ },
   { title: "memory by phase, used by the driver, GiB", keys: /^memory\/.+\/driver_used_gib$/ },
-  { title: "memory by phase, of others, GiB", keys: /^memory\/.+\/other_gib$/ },
+  { title: "memory by phase, other processes, GiB", keys: /^memory\/.+\/other_gib$/ },
   { title: "memory after the engine's sleep, GiB", keys: /^memory\/(sleep|host)\// },
   { title: "how episodes ended", keys: /^episode\/.+_frac$/ },
-  { title: "turns of an episode", keys: /^episode\/(turns|segments)_mean$/ },
-  { title: "groups of dynamic sampling", keys: /^dynamic_sampling\// },
-  { title: "calls of an environment, s", keys: /^environment\/call_s/ },
+  { title: "turns per episode", keys: /^episode\/(turns|segments)_mean$/ },
+  { title: "dynamic sampling", keys: /^dynamic_sampling\// },
+  { title: "environment calls, s", keys: /^environment\/call_s/ },
   { title: "updates", keys: ["optim/updates", "optim/skipped_updates"] },
 ];
-const phaseOrder = (key) => (PHASES.indexOf(key.slice(5, -2)) + 8) % 8;
-const MAIN_CHARTS = ["reward", "tokens of a completion", "engine against policy", "seconds by phase"];
+const phaseOf = (key) => PHASES.find((phase) => key === `time/${phase}_s` || key.startsWith(`memory/${phase}/`));
+const phaseOrder = (key) => (PHASES.indexOf(phaseOf(key)) + 8) % 8;
+const MAIN_CHARTS = ["reward", "rewards by name", "teacher", "critic", "completion length",
+  "logprob mismatch of engine and policy", "time by phase"];
 const HIDDEN = /^(time\/(unix_s|wall_s)|step$)/;
 
 let charts = []; // of the view: {host, keys, plot, whole: its lines as they are without smoothing}
 
+/** Metrics that are 0 at every step, which have no chart but where the address asks for it. A reward of 0 has one. */
+function zeroMetrics() {
+  const isZero = (key) => main.runs.every((run) => (own(run.metrics, key) ?? []).every((value) => !value));
+  return [...new Set(main.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
+    key !== state.metric && !HIDDEN.test(key) && !/^reward\/(.+\/)?mean$/.test(key) && isZero(key));
+}
+
 /** The chart of each metric that a run has; what no chart names stands at the end, by its first word. */
 function chartsOf(titles) {
   const trained = new Set(main.runs.flatMap((run) => Object.keys(run.metrics)));
+  zeroMetrics().forEach((key) => trained.delete(key));
   const evaluated = new Set(main.runs.flatMap((run) => Object.keys(run.evaluations?.metrics ?? {})));
   const found = [];
   for (const chart of CHARTS) {
@@ -56,17 +69,19 @@ function chartsOf(titles) {
       chart.keys.test(key)));
     keys.forEach((key) => there.delete(key));
     if (chart.stacked) keys.sort((a, b) => phaseOrder(a) - phaseOrder(b));
-    if (keys.length && (!titles || titles.includes(chart.title))) found.push({ ...chart, keys });
+    const isMain = () => titles.includes(chart.title) && (chart.title !== "rewards by name" || keys.length > 1);
+    if (keys.length && (!titles || isMain())) found.push({ ...chart, keys });
   }
-  if (titles) return found;
-  for (const [there, evaluation] of [[trained, false], [evaluated, true]]) {
+  for (const [there, evaluation] of titles ? [] : [[trained, false], [evaluated, true]]) {
     const others = Map.groupBy([...there].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
     for (const [word, keys] of others)
       for (let from = 0; from < keys.length; from += 8)
         found.push({ title: keys.length === 1 ? keys[0] :
           `${word}/...`, keys: keys.slice(from, from + 8), evaluation });
   }
-  return found;
+  if (main.runs.length === 1) return found;
+  return found.flatMap((chart) => chart.keys.slice(0, titles ? 1 : undefined).map((key) =>
+    ({ ...chart, stacked: false, keys: [key] })));
 }
 
 async function showCurves(content, before, isCurrent) {
@@ -83,6 +98,10 @@ async function showCurves(content, before, isCurrent) {
       el("span", { class: "note" }, "click: open the step; drag: zoom. ", runOf().thinned ?
         `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
     if (main.runs.length > 1) content.append(differences());
+    const zeros = zeroMetrics();
+    if (zeros.length) content.append(el("details", { class: "panel", id: "zeros" },
+      el("summary", {}, `metrics that are 0 at every step: ${zeros.length}`), el("p", { class: "note" },
+      zeros.sort().map((key) => [el("code", {}, shown(key)), " "]))));
     await fillCharts(host, null, isCurrent);
   }
   if (!isCurrent()) return;
@@ -100,7 +119,8 @@ async function fillCharts(host, titles, isCurrent = () => true) {
   whenClosed(() => { charts.forEach(({ plot }) => plot.destroy()); charts = []; watch.disconnect(); });
   const watch = new ResizeObserver(() => charts.forEach(({ plot, host: card }) => fit(plot, card)));
   for (const chart of chartsOf(titles)) {
-    const card = el("section", { class: "panel chart" }, el("h2", {}, shown(clip(chart.title, 80))));
+    const card = el("section", { class: "panel chart" }, el("h2", {}, shown(clip(chart.title, 80)),
+      main.runs.length > 1 && el("code", { class: "small" }, " ", shown(clip(chart.keys[0], 80)))));
     host.append(card);
     charts.push({ host: card, keys: chart.keys, ...draw(card, chart) });
     if (!titles) await new Promise((done) => setTimeout(done));
@@ -122,14 +142,13 @@ function fit(plot, card) {
 /** [steps, values of each key of each run], with undefined where only another run has a step. */
 function linesOf(chart) {
   const of = (run) => (chart.evaluation ? run.evaluations ?? { steps: [], metrics: {} } : run);
-  const runs = chart.stacked ? [runOf()] : main.runs;
   const lines = [], tables = [];
-  for (const run of runs) {
+  for (const run of main.runs) {
     const there = chart.keys.filter((key) => own(of(run).metrics, key));
     if (!there.length) continue;
     const i = main.runs.indexOf(run);
-    there.forEach((key) => lines.push({ key, run: i, colour: runs.length > 1 && chart.keys.length === 1 ?
-      lineColour(i) : lineColour(chart.keys.indexOf(key)) }));
+    there.forEach((key) => lines.push({ key, run: i, colour: main.runs.length > 1 ? lineColour(i) : phaseOf(key) ?
+      phaseColour(phaseOf(key)) : chart.stacked ? "c7" : lineColour(chart.keys.indexOf(key)) }));
     tables.push([of(run).steps, ...there.map((key) => of(run).metrics[key])]);
   }
   return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
@@ -143,14 +162,13 @@ function draw(card, chart) {
     null))) : raw;
   if (chart.stacked) drawn = stack(raw);
   const names = shortNames(chart.keys);
-  const colourOf = (line) => (chart.stacked ? phaseColour(line.key.slice(5, -2)) : line.colour);
-  const mark = (plot, i) => `var(--${colourOf(lines[i - 1])})`;
+  const mark = (plot, i) => `var(--${lines[i - 1].colour})`;
   const serie = (line, i) => ({
-    label: clip(names[chart.keys.indexOf(line.key)], 48).replace(ODD, "\ufffd") +
-      (main.runs.length > 1 && !chart.stacked ? ` (${clip(main.runs[line.run].name, 16)})` : ""),
-    stroke: () => colour(colourOf(line)), fill: chart.stacked ? () => colour(colourOf(line)) : undefined,
+    label: clip(main.runs.length > 1 ? main.runs[line.run].name : names[chart.keys.indexOf(line.key)], 48)
+      .replace(ODD, "\ufffd"),
+    stroke: () => colour(line.colour), fill: chart.stacked ? () => colour(line.colour) : undefined,
     width: chart.stacked ? 0 : 1.25, dash: DASHES[line.run % DASHES.length], points: { size: 4,
-      show: data[0].length < (chart.stacked ? 2 : 40) || chart.evaluation, fill: () => colour(colourOf(line)) },
+      show: data[0].length < (chart.stacked ? 2 : 40) || chart.evaluation, fill: () => colour(line.colour) },
     value: (plot, value, series, at) => (at === null || at === undefined ? "" : num(raw[i][at])),
   });
   const axis = { stroke: () => colour("muted"), grid: { stroke: () => colour("line"), width: 1 },

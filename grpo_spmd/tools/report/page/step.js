@@ -12,12 +12,22 @@ const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
   ["finish", "end", (data, i) => (data.table.finish[i] ? el("span", { class: "mark warning" }, "cut off") : "stop")],
   ["status", "status", (data, i) => statusMark(data.status_names[data.table.status[i]])],
   ["mismatch", "mismatch", (data, i) => figure(data.table.mismatch[i], 3)],
-  ["shown", "text", (data, i) => (data.table.shown[i] < 0 ? "" :
-    shown(asText(data.rollouts[data.table.shown[i]].why)))],
+  ["shown", "completion", (data, i) => (data.table.shown[i] < 0 ? "" : previewOf(data.rollouts[data.table.shown[i]]))],
 ];
 const statusMark = (name) => (name === "ok" || name === "not_applicable" ? shown(name.replace("_", " ")) :
   el("span", { class: "mark " + (/error|timeout|invalid/.test(name) ? "bad" : "warning") }, shown(asText(name))));
 const FIRST_ROWS = 100;
+const PREVIEW = 40; // characters of each end
+
+/** Both ends of a completion in one line, special tokens too where its tokens are in the page. */
+function previewOf(rollout) {
+  const text = asText(hasPieces(rollout) ? rollout.tokens.pieces.join("") : rollout.completion);
+  const ends = text.length > 2 * PREVIEW ? text.slice(0, PREVIEW) + " \u2026 " + text.slice(-PREVIEW) : text;
+  const why = asText(rollout.why);
+  return el("span", { class: "preview" }, shown(ends.replace(/\s+/g, " ")),
+    !["group", "sampled"].includes(why) && el("span", { class: "mark kind" }, shown(why)));
+}
+
 const NO_FILTERS = { status: "", finish: "", rewardLow: "", rewardHigh: "", tokensLow: "", tokensHigh: "",
   mismatchLow: "", text: "", isShown: false, isUnknown: false };
 
@@ -182,11 +192,11 @@ function showGroups(data) {
     return el("button", { class: "square" + (isAlike ? " alike" : ""), tabindex: -1,
       style: { "--part": `${Math.round(100 * part)}%` }, click: () => go({ rollout: idOf(data, best) }),
       title: `group ${position}, row ${data.table.row[places[0]]}: mean reward ${num(mean(rewards), 3)} of ` +
-        places.length + (isAlike ? ", all alike" : "") });
+        places.length + (isAlike ? ", all equal" : "") });
   };
   byId("groups").replaceChildren(el("h3", {},
     `${means.length} groups`, el("span", { class: "note" },
-    " (the fuller, the higher its mean reward; dashed: rewards all alike)")), el("div", { class: "squares" },
+    " (the fuller, the higher its mean reward; dashed: equal rewards)")), el("div", { class: "squares" },
     means.map(square)));
 }
 

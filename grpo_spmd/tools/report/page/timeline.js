@@ -11,9 +11,10 @@ function showTimeline(content) {
   const ends = one.spans.flat().map((span) => span[2]);
   const length = largest(ends) || 1e-9;
   const said = el("p", { class: "said", "aria-live": "polite" },
-    "Point at a block, or move to it with Tab: its figures are said here.");
+    "Point at a block, or move to it with Tab: its figures are shown here.");
   content.replaceChildren(
-    panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${one.world_size} ranks`,
+    panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${num(one.world_size)} rank` +
+      (one.world_size > 1 ? "s" : ""),
       timeline.steps[at] !== state.step && el("p", { class: "note" },
         `The page has ${timeline.steps.length} steps' timelines; of step ${state.step} it has none, and this is the ` +
         "nearest."),
@@ -40,7 +41,7 @@ function legendOfPhases(one) {
     phases.map((phase) => el("span", {},
     el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), shown(phase))),
     el("span", {}, el("i", { class: "box hatched",
-      style: { "--own": `var(--${phaseColour("rollout")})` } }), "its engine had nothing left to do"),
+      style: { "--own": `var(--${phaseColour("rollout")})` } }), "rollout, engine idle"),
     el("span", {}, el("i", { class: "box" }), "empty: between phases"));
 }
 
@@ -64,7 +65,7 @@ function rows(one, length, said) {
     const waits = length - spans.reduce((sum, span) => sum + busyOf(span), 0);
     return el("div", { class: "rank" }, el("span", { class: "num" },
       `rank ${one.ranks[i]}`), el("div", { class: "track" }, spans.map((span) => block(one.ranks[i], span))),
-      el("span", { class: "num", title: "seconds in no phase, or with an engine that had nothing left to do" },
+      el("span", { class: "num", title: "seconds between phases, or with an idle engine" },
         `${num(waits, 2)} s`),
       el("span", { class: "num memory", title: "largest memory in use in the step",
         style: { "--part": `${most ? (100 * (peaks[i] ?? 0)) / most : 0}%` } },
@@ -74,7 +75,7 @@ function rows(one, length, said) {
     el("span", { style: { left: `${100 * part}%` } }, `${num(part * length, 2)} s`));
   return el("div", { class: "ranks" },
     el("div", { class: "rank head" }, el("span", {}, ""), el("div", { class: "marks" }, marks),
-      el("span", {}, "waits"), el("span", {}, "memory")),
+      el("span", {}, "idle"), el("span", {}, "memory")),
     one.spans.map(row));
 }
 
@@ -88,7 +89,7 @@ function phaseTable(one, length) {
     const peaks = one.spans.map((spans) =>
       largest(known(spans.filter((span) => span[0] === phase).map((span) => span[3]))));
     const [slowest, fullest] = [largest(sums), largest(known(peaks))];
-    const who = (values, most) => (smallest(known(values)) === most ? "all alike" :
+    const who = (values, most) => (smallest(known(values)) === most ? "equal" :
       `rank ${one.ranks[values.indexOf(most)]}`);
     return [el("th", { scope: "row" },
       el("i", { class: "box", style: { "--own": `var(--${phaseColour(phase)})` } }), " ", shown(phase)),

@@ -14,7 +14,7 @@ function showVerdict(content) {
   const charts = el("div", { class: "charts four" });
   content.append(el("div", { id: "verdict" }, el("div", { class: runs.length > 1 ? "columns" : "" }, runs), charts));
   if (main.runs.length > 1) content.append(differences());
-  return fillCharts(charts, MAIN_CHARTS);
+  return fillCharts(charts, main.runs.length > 1 ? [...MAIN_CHARTS.slice(0, -1), "step time"] : MAIN_CHARTS);
 }
 
 const metric = (run, key) => known(own(run.metrics, key) ?? []);
@@ -28,18 +28,19 @@ function headOf(run, i) {
       textBlock(asText(text), "log")));
   const first = rewards[0], last = rewards.slice(-10);
   return el("section", { class: "panel" },
-    el("h2", {}, main.runs.length > 1 && el("i", { class: "key " + (i ? "dashed" : "") }), shown(run.name), " ",
-      stateMark(run)),
+    el("h2", {}, runKey(i), shown(run.name), " ", stateMark(run), " ", el("span", { class: "small" },
+      shown(asText(run.subject)))),
     run.why && el("p", { class: "why" }, shown(run.why)), reports,
     el("div", { class: "tiles" },
       tile("steps", `${num(run.last_step ?? 0)} of ${run.num_steps ?? "?"}`),
       rewards.length > 0 && tile("reward, first step", num(first, 3), asText(first)),
-      rewards.length > 0 && tile(`reward, mean of the last ${last.length}`, num(mean(last), 3), asText(mean(last))),
+      rewards.length > 0 && tile(`reward, last ${last.length} steps`, num(mean(last), 3), asText(mean(last))),
       walls.length > 0 && tile("run time", seconds(walls[walls.length - 1])),
-      metric(run, "completion/tokens_mean").length > 0 && tile("tokens of a completion",
+      metric(run, "completion/tokens_mean").length > 0 && tile("completion length, tokens",
         num(metric(run, "completion/tokens_mean").at(-1), 3)),
-      run.rollouts.total > 0 && tile("rollouts (with their text)",
-        `${num(run.rollouts.total)} (${num(run.rollouts.shown)})`, run.rollouts.note || null)));
+      run.rollouts.total > 0 && tile(run.rollouts.shown < run.rollouts.total ?
+        `rollouts, ${num(run.rollouts.shown)} with their text` : "rollouts", num(run.rollouts.total),
+        run.rollouts.note || null)));
 }
 
 /** Findings lead to the curve that shows them, and to the step where they began. */
@@ -53,7 +54,7 @@ function findingsOf(run, i) {
   const item = (finding) => el("li", { class: "finding" }, levelMark(finding.level),
     el("div", {}, el("b", {}, shown(clip(asText(finding.title), 1000))), el("p", {}, shown(asText(finding.text))),
       el("p", { class: "leads" }, leads(finding))));
-  return panel("What to look at", run.findings.length ? el("ul", { class: "plain" }, run.findings.map(item)) :
+  return panel("Findings", run.findings.length ? el("ul", { class: "plain" }, run.findings.map(item)) :
     el("p", { class: "note" }, "Nothing was looked at: the run has no step yet."));
 }
 
