@@ -58,6 +58,7 @@ OPTIONS = (
     ),
     _option("load_format", "dummy: the first sync brings the weights, and none are read from disk"),
     _option("skip_tokenizer_init", "prompts come as token ids, completions leave as such"),
+    _option("tokenizer_mode", "hf, for stop strings"),
     _option("disable_log_stats", "no statistics, which cost host time at each step"),
     _option(
         "distributed_executor_backend", "external_launcher: one worker, in this process, a rank"
@@ -305,6 +306,10 @@ REQUESTS = (
     _parameter(
         "stop_token_ids", "of tokenizer and generation_config.json: vLLM has no tokenizer here"
     ),
+    _parameter("top_p", "eval.top_p; 1 in rollouts"),
+    _parameter("stop", "rollout.stop"),
+    _parameter("include_stop_str_in_output", "True: what was sampled is what is trained"),
+    _parameter("skip_special_tokens", "False: a stop string may be one"),
     _parameter("logprobs", "0: of the sampled token alone"),
     _parameter("flat_logprobs", "a list of numbers, not an object a token"),
     _parameter("detokenize", "False: no text is made"),

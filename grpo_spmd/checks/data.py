@@ -147,7 +147,7 @@ def view_prompts(
         open_end=None
         if template is None
         else _open_end(
-            renderer(template, settings, opens_turn=False),
+            renderer(template, settings, variables=variables, opens_turn=False),
             tokenizer,
             stop_ids | (read_stop_tokens(folder) or set()),
         ),

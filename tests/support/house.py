@@ -45,7 +45,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 # so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
-    "config": 13_000,
+    "config": 13_150,
     "files": 1_800,
     "records": 1_710,
     "distributed": 15_400,
@@ -55,22 +55,22 @@ ROOM_TOKENS = {
     "learn": 15_950,
     "proofs": 16_800,
     "observe": 21_250,
-    "engine": 16_600,
+    "engine": 16_650,
     "episodes": 25_000,
     "rollout": 9_800,
     "checkpoint": 9_900,
     "diagnosis": 10_800,
     "checks": 18_400,
     "signals": 14_750,
-    "parts": 3_720,
+    "parts": 3_750,
     "loop": 800,
     "train": 600,
-    "demo": 5_400,
-    "tools": 58_000,
+    "demo": 5_500,
+    "tools": 58_650,
     "cli": 900,
-    "api": 1_160,
+    "api": 1_200,
 }
-MOST_FILES = 225
+MOST_FILES = 227
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 23
