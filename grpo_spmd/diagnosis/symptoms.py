@@ -271,23 +271,36 @@ def _logged_reason(run: RecordedRun, pattern: str) -> str:
     return f" First reason: {cut_middle(match[1], _MAX_REASON_CHARS)}." if match else ""
 
 
+def _watched_rewards(run: RecordedRun) -> set[str]:
+    """Returns the subjects of the rewards of weight 0 beside others, which stop no run."""
+    weights = {
+        f"reward {name}": run.config.get(key.replace(".name", ".weight"), 1.0)
+        for key, name in run.config.items()
+        if re.fullmatch(r"rewards\.\d+\.name", key)
+    }
+    return {subject for subject, weight in weights.items() if not weight and any(weights.values())}
+
+
 def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
     """Yields what failed or timed out: each reward, and the environment."""
     bound = setting(run, "reward_pool.max_error_frac", 0.3)
     names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
     prefixes["the environment"] = "episode/env_"
+    watched = _watched_rewards(run)
     for subject, prefix in prefixes.items():
         for kind, verb in (("error", "fails"), ("timeout", "times out")):
             curve = metric_curve(run.steps, f"{prefix}{kind}_frac")
             failed_steps = curve.steps[curve.values >= _FAILED_FRAC]
             if len(failed_steps):
                 peak = curve.values.max()
+                is_watched = subject in watched
+                end = "it is only watched" if is_watched else f"at {bound:.0%} the run stops"
                 yield Finding(
-                    _level(peak, 0.0, _NEAR_BOUND * bound),
+                    "warning" if is_watched else _level(peak, 0.0, _NEAR_BOUND * bound),
                     f"{subject} {verb}",
                     f"{peak:.1%} of a step's completions at the most, {_FAILED_FRAC:.0%} or more "
-                    f"at {len(failed_steps)} of {len(curve)} steps; at {bound:.0%} the run stops."
+                    f"at {len(failed_steps)} of {len(curve)} steps; {end}."
                     + _logged_reason(run, rf"{subject.replace(' ', ' .')}.: .*; first: (.+)"),
                     step=int(failed_steps[0]),
                     metric=curve.key,
@@ -297,7 +310,7 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
             (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
             for line in run.steps
         ]
-        if len(metric_curve(run.steps, f"{prefix}error_frac")):
+        if len(metric_curve(run.steps, f"{prefix}error_frac")) and subject not in watched:
             worst = int(np.argmax(fracs))
             yield Check(
                 subject,

@@ -3,7 +3,6 @@ about a healthy run."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -85,6 +84,16 @@ def test_what_fails_is_told_with_its_first_reason(tmp_path: Path) -> None:
     assert (tools.level, tools.step) == ("warning", 4)
     assert tools.text.startswith("38% of a step's calls raise at the most")
     assert tools.text.endswith("First reason: tool 'count' raised KeyError: 'a' (room.py:7).")
+
+
+def test_a_reward_that_is_only_watched_stops_no_run(tmp_path: Path) -> None:
+    config = CONFIG + "rewards: [{name: math}, {name: judge, weight: 0.0}]\n"
+
+    def fail(line: Line, share: float) -> None:
+        line["reward/judge/error_frac"] = 0.5
+
+    finding = diagnose(tmp_path, changed(fail, start=4), config)["reward judge fails"]
+    assert (finding.level, finding.text.partition("; ")[2]) == ("warning", "it is only watched.")
 
 
 def test_a_policy_that_tries_out_arguments_is_left_in_peace(tmp_path: Path) -> None:
