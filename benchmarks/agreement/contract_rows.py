@@ -470,9 +470,8 @@ ADAPTERS = (
     ),
     Row(
         "vllm.lora.model_manager.LoRAModelManager.modules",
-        "the layers that take one, for the proof",
+        "the layers that take one, for the proof, and for reloads of the base",
     ),
-    Row("vllm.lora.layers.BaseLayerWithLoRA", "a reload is given the layers below instead"),
     Row(f"{_LORA_LAYER}.base_layer", "the layer below"),
     Row(f"{_LORA_LAYER}.n_slices", "adapters of a fused layer"),
     Row(f"{_LORA_LAYER}.lora_a_stacked", "[adapter, 1, rank, columns]"),

@@ -92,17 +92,12 @@ def before_reload_on_cpu(model: nn.Module) -> None:
 
 
 @contextmanager
-def _base_layers_alone(model: nn.Module) -> Iterator[None]:
+def _base_layers_alone(model: Any) -> Iterator[None]:
     """Puts each layer that vLLM wrapped for LoRA in the place of its wrapper.
 
     0.26 looks for the wrapper's own weights and finds none; later versions ask the layer inside."""
-    from vllm.lora.layers import BaseLayerWithLoRA
-
-    wrappers = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, BaseLayerWithLoRA)
-    }
+    manager = getattr(model, "lora_manager", None)
+    wrappers = dict(manager.modules) if manager is not None else {}
     for name, wrapper in wrappers.items():
         model.set_submodule(name, wrapper.base_layer)
     try:

@@ -62,9 +62,10 @@ def build_hf_model(
     """Returns transformers' model of a config, by default its causal LM, on the current device.
 
     Raises ConfigError if transformers cannot build it."""
-    # transformers' loop over the experts is the fastest on a CPU, grouped products are on a GPU.
-    experts = "grouped_mm" if torch.cuda.is_available() else "eager"
-    options.setdefault("experts_implementation", experts)
+    # On a CPU the loop over the experts is the fastest. On a GPU transformers takes grouped products
+    # by default; asked for them by name, it would refuse a model without experts.
+    if not torch.cuda.is_available():
+        options.setdefault("experts_implementation", "eager")
     with as_config_error(path, "cannot be built by transformers"):
         try:
             return auto_class.from_config(hf_config, trust_remote_code=False, **options)

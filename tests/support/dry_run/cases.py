@@ -429,7 +429,7 @@ class _Holder:
     def __init__(self, retained: dict[str, Tensor]) -> None:
         self.held = retained
 
-    def tensors(self, _: Any) -> list[EngineTensor]:
+    def tensors(self, *_: Any) -> list[EngineTensor]:
         return [
             EngineTensor(name, (TensorPart(name, len(t), 0, 0, len(t)),), t)
             for name, t in self.held.items()

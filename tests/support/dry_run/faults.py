@@ -261,7 +261,7 @@ def teachers_places_on_the_cpu(trials: Trials) -> None:
     asks = {i: teacher.TeacherRequest("") for i in row.rollout_ids}
     with (
         patch.object(teacher, "select_teacher_row", on_the_cpu),
-        patch.object(single, "requests", lambda _: asks),
+        patch.object(single, "requests", lambda *_: asks),
     ):
         single.attach(RolloutBatch([[row]], [24], [4]), cast(Any, None), lambda _: None)
 
