@@ -415,8 +415,8 @@ def test_what_is_not_there_is_said(run: Path, tmp_path: Path) -> None:
         for note in notes
     )
     config = (run / "config.yaml").read_text()
-    assert config.count("args: {}") == 1
-    (copy / "config.yaml").write_text(config.replace("args: {}", "args: {api_key: <redacted>}"))
+    assert config.count("  args: {}") == 1
+    (copy / "config.yaml").write_text(config.replace("  args: {}", "  args: {api_key: <redacted>}"))
     assert (
         "rewards.1.args.api_key is redacted in config.yaml; give it as an override, if a reward "
         "needs it" in read_step(copy, 1).notes
