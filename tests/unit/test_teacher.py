@@ -401,7 +401,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
     on, penalised = f"teacher.path={folders[1]}", ("loss.kl_coef=0.1", "loss.kl_in=reward")
     live = "teacher.path=policy"
     check_inputs(
-        load_config(path, [live, "teacher.prompt_template={answer} {prompt}", "rewards=[]"]),
+        load_config(path, [live, "teacher.prompt_template='{answer} {prompt}'", "rewards=[]"]),
         num_ranks=1,
         to_run=False,
     )
@@ -431,7 +431,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
             "teacher.prompt_key with an environment",
         ),
         (
-            [live, "teacher.prompt_template={answer} {prompt}", "environment.tools=[python]"],
+            [live, "teacher.prompt_template='{answer} {prompt}'", "environment.tools=[python]"],
             "teacher.prompt_template with an environment",
         ),
         ([live], "teacher.path: policy teaches nothing after the policy's own prompt; set"),
@@ -440,7 +440,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
             "teacher.path: policy teaches nothing after the policy's own prompt; set",
         ),
         (
-            [live, "teacher.prompt_key=answer", "teacher.prompt_template={answer}"],
+            [live, "teacher.prompt_key=answer", "teacher.prompt_template='{answer}'"],
             "teacher has prompt_key and prompt_template, and takes one of them",
         ),
         (
