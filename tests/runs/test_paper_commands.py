@@ -38,6 +38,7 @@ ELSEWHERE = {
     "benchmarks/run.sh gpu_day": "runs/test_gpu_day.py",
     "python -m grpo_spmd.COMMAND": "a pattern, no command",
     "grpo-spmd COMMAND": "a pattern, no command",
+    "grpo-spmd eval": "ranks/test_evaluate.py, beside the figures of a run",
     "grpo-spmd port": "unit/test_port.py, which has scripts to translate",
     "python -m grpo_spmd.prefetch": "runs/test_prefetch.py, with a hub on loopback",
     "python -m grpo_spmd.demo": "runs/test_scripts.py",
