@@ -56,6 +56,7 @@ from tests.support.dry_run.figures import (
 from tests.support.dry_run.kernels import install_flash_attn
 from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import updater_of
+from tests.support.models import make_model
 from tests.support.weights import name_of_weights
 
 ATTENTION = {
@@ -160,9 +161,15 @@ class Trials:
         )
 
     def values(self) -> Any:
-        """Updates in float32, and with adapters: distances from those on the CPU."""
+        """Updates in float32, with adapters, and of experts: distances from those on the CPU."""
         result = {}
-        for name, changes in {"float32": {}, "adapters": {"lora": {"rank": 4}}}.items():
+        experts = make_model(Path(self.config.run_dir, "experts"), "qwen3_moe", tied=True)
+        variants: dict[str, dict[str, Any]] = {
+            "float32": {},
+            "adapters": {"lora": {"rank": 4}},
+            "experts": {"path": str(experts), "dtype": "bfloat16"},
+        }
+        for name, changes in variants.items():
             config = with_model(self.config, **changes)
             on_cpu = self.updated(config, self.session(device=CPU))[2]
             result[name] = _distances(on_cpu, self.updated(config, self.session())[2])

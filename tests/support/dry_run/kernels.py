@@ -109,6 +109,8 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "torch_attn._varlen_attn": _varlen,
     "torch_attn._varlen_attn_backward": _varlen_backward,
     "aten.addmm": _add_any_product,
+    # A CPU has none for whole numbers, in which experts count their tokens.
+    "aten.histc": lambda x, *args: torch.histc(x.double(), *args).to(x.dtype),
     "aten._fused_sdp_choice": lambda *_, **__: (
         0
     ),  # attention written out: the way that has values without CUDA
