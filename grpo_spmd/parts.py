@@ -20,11 +20,12 @@ import yaml
 from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.checkpoint.state import run_facts
+from grpo_spmd.checkpoint.state import model_fingerprint, run_facts
 from grpo_spmd.checks.fit import decide_for_device, keep_recorded, values_text
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens, most_sequences
 from grpo_spmd.config.describe import config_to_dict, flatten_config
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import decided, decided_values, with_cpu_defaults
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
@@ -48,7 +49,7 @@ from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead
 from grpo_spmd.model.families.refusals import refuse_untrainable
-from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer, stop_token_ids
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import (
     Policy,
@@ -465,6 +466,15 @@ def evaluate_alone(
     The policy is that of `checkpoint`, whose trainer.json is `trainer`, or without one the model of
     model.path. Raises ConfigError.
     """
+    if (
+        trainer
+        and model_fingerprint(checkpoint_folder(config.model.path))
+        != (trainer["model_fingerprint"])
+    ):
+        raise ConfigError(
+            f"model.path: {config.model.path} is not the model that {checkpoint} was trained from; "
+            "name that one with model.path=FOLDER"
+        )
     Path(config.run_dir, "logs").mkdir()
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     held_out = build_held_out(config, inputs, tokenizer)

@@ -341,6 +341,11 @@ def test_adapters_alone_have_the_figures_of_their_run(folder: Path, tmp_path: Pa
     code, output = RanksJob(1, "grpo_spmd.eval", *refused).wait(60)
     assert code == 2, output
     assert "model.lora.alpha (8.0) was 32.0 in the run that wrote" in output
+    other = make_model(tmp_path / "other", "qwen3", tied=True, seed=5)
+    refused = [str(checkpoint), "--config", str(config), f"model.path={other}"]
+    code, output = RanksJob(1, "grpo_spmd.eval", *refused).wait(60)
+    assert code == 2, output
+    assert "is not the model that" in output
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ ROOM_TOKENS = {
     "diagnosis": 10_900,
     "checks": 18_400,
     "signals": 14_750,
-    "parts": 3_750,
+    "parts": 3_800,
     "loop": 800,
     "train": 600,
     "demo": 5_500,

@@ -62,8 +62,8 @@ def build_hf_model(
     """Returns transformers' model of a config, by default its causal LM, on the current device.
 
     Raises ConfigError if transformers cannot build it."""
-    # On a CPU the loop over the experts is the fastest. On a GPU transformers takes grouped products
-    # by default; asked for them by name, it would refuse a model without experts.
+    # On a CPU the loop over the experts is the fastest. On a GPU transformers takes grouped
+    # products by default; asked for them by name, it would refuse a model without experts.
     if not torch.cuda.is_available():
         options.setdefault("experts_implementation", "eager")
     with as_config_error(path, "cannot be built by transformers"):
