@@ -93,23 +93,16 @@ class _StoredRows:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the rows as `dtype`, rounded to nearest even."""
+        from grpo_spmd.model.families.stored import SavedTensor, read_rows
+
         result = _empty_tensor(self.shape, dtype)
-        # All dimensions but the last are rows. An expert has `height` of them.
-        height = math.prod(self.tensor.shape[1:-1])
-        columns = self.tensor.shape[-1]
-        matrix = result.view(-1, columns)
+        name, height = self.tensor.name, math.prod(self.tensor.shape[1:-1])
+        rows = result.view(-1, self.tensor.shape[-1])
         for piece in self.tensor.pieces:
-            start = piece.first_row * height
-            begin = max(start, self.saved.start)
-            end = min(start + piece.shape[0] * height, self.saved.start + self.saved.num_rows)
-            if begin < end:
-                expert = begin // height
-                with safe_open(piece.file, framework="pt") as file:
-                    experts = file.get_slice(self.tensor.name)[
-                        expert - piece.first_row : -(-end // height) - piece.first_row
-                    ]
-                values = experts.reshape(-1, columns)[begin - expert * height :][: end - begin]
-                matrix[begin - self.saved.start : end - self.saved.start] = values
+            # A piece of the checkpoint has some of the parameter's rows too.
+            stored = SavedTensor(name, piece.first_row * height, piece.shape)
+            files, folder = {name: piece.file}, piece.file.parent
+            read_rows(stored, files, folder, rows=rows, start=self.saved.start)
         return result
 
 
@@ -369,7 +362,7 @@ def export_merged(
     from huggingface_hub.errors import HfHubHTTPError
 
     from grpo_spmd.checkpoint.state import model_fingerprint
-    from grpo_spmd.model.hf_files import checkpoint_folder
+    from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # raises if a link leads out of the folder
@@ -399,7 +392,11 @@ def export_merged(
         if values.get(name):
             raise UntrustedError(f"{adapter_config}: {name} must be off; got {values[name]!r}")
     tensors = _merged_tensors(
-        folder, stored_tensors(checkpoint, trainer), values["lora_alpha"] / values["r"], checkpoint
+        folder,
+        tensor_files(folder),
+        stored_tensors(checkpoint, trainer),
+        scale=values["lora_alpha"] / values["r"],
+        checkpoint=checkpoint,
     )
     with complete_or_absent(out, into_existing=False) as temporary:
         copy_companions(folder, temporary)
@@ -418,19 +415,21 @@ def copy_companions(model: Path, folder: Path) -> None:
 
 
 def _merged_tensors(
-    folder: Path, adapters: dict[str, StoredTensor], scale: float, checkpoint: Path
+    folder: Path,
+    files: Mapping[str, Path],
+    adapters: dict[str, StoredTensor],
+    scale: float,
+    checkpoint: Path,
 ) -> dict[str, _Merged]:
     """Returns the tensors of the merged model by the names of the policy's parameters.
 
     A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
     CheckpointError if an adapter belongs to no parameter or has another shape.
     """
-    from grpo_spmd.model.families.stored import build_on_meta, stored_layout
-    from grpo_spmd.model.hf_files import tensor_files
+    from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
 
     model = build_on_meta(str(folder))
-    files = tensor_files(folder)
-    layout = stored_layout(model, files)
+    layout = stored_layout(model, files, saved_layout(model))
     tensors: dict[str, _Merged] = {}
     num_used = 0
     for name, parameter in model.named_parameters():
@@ -438,7 +437,7 @@ def _merged_tensors(
         a = adapters.get(f"{layer}lora_A.weight")
         b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
-        if len(shape) == 3 and name in layout:  # experts, which have no adapters
+        if a is None and name in layout:
             for saved in layout[name]:
                 tensors[saved.name] = _Merged(
                     files[saved.name], saved.name, saved.shape, adapter=None, scale=scale

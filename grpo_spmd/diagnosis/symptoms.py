@@ -27,6 +27,7 @@ from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.rewards.protocol import watched_rewards
 
 _NEAR_BOUND = 0.5  # of a bound
 _SPIKE = 10.0  # times the gradients before it
@@ -271,14 +272,14 @@ def _logged_reason(run: RecordedRun, pattern: str) -> str:
     return f" First reason: {cut_middle(match[1], _MAX_REASON_CHARS)}." if match else ""
 
 
-def _watched_rewards(run: RecordedRun) -> set[str]:
-    """Returns the subjects of the rewards of weight 0 beside others, which stop no run."""
+def _watched_subjects(run: RecordedRun) -> frozenset[str]:
+    """Returns the subjects of the rewards that are only watched, and stop no run."""
     weights = {
         f"reward {name}": run.config.get(key.replace(".name", ".weight"), 1.0)
         for key, name in run.config.items()
         if re.fullmatch(r"rewards\.\d+\.name", key)
     }
-    return {subject for subject, weight in weights.items() if not weight and any(weights.values())}
+    return watched_rewards(weights)
 
 
 def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
@@ -287,7 +288,7 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
     names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
     prefixes["the environment"] = "episode/env_"
-    watched = _watched_rewards(run)
+    watched = _watched_subjects(run)
     for subject, prefix in prefixes.items():
         for kind, verb in (("error", "fails"), ("timeout", "times out")):
             curve = metric_curve(run.steps, f"{prefix}{kind}_frac")

@@ -23,7 +23,7 @@ from grpo_spmd.engine.gather import Piece
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.model.lora import hf_name
-from grpo_spmd.model.sharding import num_columns, rows_per_rank
+from grpo_spmd.model.sharding import num_columns, num_rows, rows_per_rank
 
 
 class DirectLoad:
@@ -316,8 +316,7 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
     is_exact = (
         values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
     )
-    num_rows = values.numel() // num_columns(values.shape)
-    return is_exact and (tensor.num_rows == num_rows or _is_vocabulary(layer))
+    return is_exact and (tensor.num_rows == num_rows(values.shape) or _is_vocabulary(layer))
 
 
 def _is_vocabulary(layer: object) -> bool:

@@ -268,18 +268,21 @@ def _experts_tensors(path: str, layer: Any, names: Mapping[str, str]) -> list[En
     if backend != "TRITON":  # another order, which only its own kernel knows
         names = {"gate_up_proj": f"{path}.w13_weight", "down_proj": f"{path}.w2_weight"}
         down = replace(down, parts=(replace(down.parts[0], name=names["down_proj"]),))
-    # The gate's rows and the up projection's of each expert, of which this rank has one block.
-    halves = tuple(
+    # Of the gate's rows and the up projection's of each expert a rank has one block. A rank alone
+    # has all rows: one part, which one copy brings.
+    num_blocks = 2 * num_experts if num_ranks > 1 else 1
+    height = gate_up_rows // (num_blocks * num_ranks)
+    blocks = tuple(
         TensorPart(
             names["gate_up_proj"],
             gate_up_rows,
-            hf_start=(half * num_ranks + rank) * width,
-            start=half * width,
-            num_rows=width,
+            hf_start=(block * num_ranks + rank) * height,
+            start=block * height,
+            num_rows=height,
         )
-        for half in range(2 * num_experts)
+        for block in range(num_blocks)
     )
-    return [EngineTensor(f"{path}.w13_weight", halves, layer.w13_weight, layer=layer), down]
+    return [EngineTensor(f"{path}.w13_weight", blocks, layer.w13_weight, layer=layer), down]
 
 
 def _experts_product(layer: Any) -> Callable[[Tensor], Tensor]:

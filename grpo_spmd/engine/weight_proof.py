@@ -32,6 +32,7 @@ from grpo_spmd.model.sharding import (
     gather_rows,
     is_first_replica,
     num_columns,
+    num_rows,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -153,8 +154,7 @@ def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     that its parts have and as many columns as it."""
     if not all(
         tensor_part.name in parameters
-        and parameters[tensor_part.name].numel()
-        == tensor_part.num_hf_rows * num_columns(parameters[tensor_part.name].shape)
+        and num_rows(parameters[tensor_part.name].shape) == tensor_part.num_hf_rows
         for tensor_part in tensor.all_parts
     ):
         return False

@@ -18,7 +18,7 @@ from grpo_spmd.model.families.refusals import refuse_unmatched_names
 from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
-from grpo_spmd.model.sharding import num_columns
+from grpo_spmd.model.sharding import num_rows
 from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import SyncStats
 
@@ -166,8 +166,6 @@ def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
             unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.all_parts)
     # By parameter: a tied one counts once.
     missing = {
-        id(p): (name, p.numel() // num_columns(p.shape))
-        for name, p in parameters.items()
-        if id(p) not in synced
+        id(p): (name, num_rows(p.shape)) for name, p in parameters.items() if id(p) not in synced
     }
     refuse_unmatched_names(type(policy.model).__name__, dict(missing.values()), unknown)

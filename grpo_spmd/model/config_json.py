@@ -80,20 +80,28 @@ class ModelFacts:
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token is multiplied with: of a layer's experts those that it takes."""
-        experts = [re.search(r"\.experts\.(\d+)\.", name) for name in self.shapes]
-        num_experts = 1 + max((int(match[1]) for match in experts if match), default=0)
-        taken = self.config.get("num_experts_per_tok", 1)
-        total = 0
-        for (_, shape), match in zip(self.shapes.items(), experts, strict=True):
-            # A checkpoint has each expert by itself, or all of them in one tensor.
-            size = shape[0] if len(shape) == 3 else num_experts if match else 1
-            total += math.prod(shape) * min(taken, size) // size
-        return total
+        return num_active_parameters(self.shapes, self.config)
 
     @property
     def dimensions(self) -> Dimensions | None:
         return dimensions(self.config)
+
+
+def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
+    """Returns the parameters that a token is multiplied with: of a layer's experts those that it
+    takes.
+
+    A checkpoint has each expert by itself, a model all of a layer in one parameter."""
+    taken = config.get("num_experts_per_tok")
+    if not isinstance(taken, int) or taken < 1:
+        return sum(map(math.prod, shapes.values()))
+    experts = {name: re.search(r"\.experts\.(\d+)\.", name) for name in shapes}
+    num_experts = 1 + max((int(match[1]) for match in experts.values() if match), default=0)
+    total = 0
+    for name, shape in shapes.items():
+        size = shape[0] if len(shape) == 3 else num_experts if experts[name] else 1
+        total += math.prod(shape) * min(taken, size) // size
+    return total
 
 
 def read_model(path: str, revision: str | None = None) -> ModelFacts | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -30,11 +29,11 @@ from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
-from grpo_spmd.model.config_json import head_dim
+from grpo_spmd.model.config_json import head_dim, num_active_parameters
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
-from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout
+from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, read_rows, saved_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
@@ -82,11 +81,8 @@ class Policy(nn.Module):
     @property
     def num_active_parameters(self) -> int:
         """Parameters that a token is multiplied with: of the experts those that it takes."""
-        taken = getattr(self.model.config, "num_experts_per_tok", 0)
-        return sum(
-            p.numel() * taken // len(p) if p.dim() == 3 and taken else p.numel()
-            for p in self.parameters()
-        )
+        shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
+        return num_active_parameters(shapes, self.model.config.to_dict())
 
     def forward(
         self, batch: MicroBatch, *terms: Term, only_term: bool = False
@@ -196,7 +192,7 @@ def build_policy(
     refuse_structure(policy.model, config.path)
     _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)
-    stored = refuse_tensors(policy.model, folder)
+    stored = refuse_tensors(policy.model, folder, policy.saved)
     policy.max_rollout_tokens = max_rollout_tokens
     policy.compute_dtype = compute
     policy.train(trainable)  # there is no dropout left for it to switch on
@@ -367,30 +363,3 @@ def load_weights(
                 f"model.path: {hf_name} in {folder} has values that are NaN or infinite; "
                 "export or download the model again"
             )
-
-
-def read_rows(
-    saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
-) -> None:
-    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
-    first of them.
-
-    Raises ConfigError as `load_weights` does."""
-    if saved.name not in files:
-        raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
-    begin = max(start, saved.start)
-    end = min(start + len(rows), saved.start + saved.num_rows)
-    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
-    with safe_open(files[saved.name], framework="pt") as file:
-        tensor = file.get_slice(saved.name)
-        shape = list(tensor.get_shape())
-        if shape != list(saved.shape):
-            raise ConfigError(
-                f"model.path: {saved.name} has shape {shape} in {folder}, but the model asks for "
-                f"{list(saved.shape)}"
-            )
-        if begin < end:
-            # The first dimension may be that of whole experts: FSDP splits no expert.
-            height = saved.num_rows // shape[0]
-            values = tensor[(begin - saved.start) // height : (end - saved.start) // height]
-            rows[begin - start : end - start] = as_matrix(values)

@@ -4,6 +4,7 @@ The mesh has the axis "shard", over which rows are split, and with HSDP "replica
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import cast
 
@@ -63,10 +64,14 @@ def num_columns(shape: Sequence[int]) -> int:
     return shape[-1] if len(shape) > 1 else 1
 
 
+def num_rows(shape: Sequence[int]) -> int:
+    """Returns the rows of a tensor of this shape seen as a matrix."""
+    return math.prod(shape) // num_columns(shape)
+
+
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Returns the tensor as a matrix [rows, `num_columns`], of a shard too."""
-    columns = num_columns(tensor.shape)
-    return tensor.reshape(tensor.numel() // columns, columns)
+    """Returns the tensor as a matrix [`num_rows`, `num_columns`], of a shard too."""
+    return tensor.reshape(num_rows(tensor.shape), num_columns(tensor.shape))
 
 
 def rows_per_rank(parameter: DTensor, num_ranks: int | None = None) -> int:

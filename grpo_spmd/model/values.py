@@ -37,7 +37,7 @@ from grpo_spmd.model.families.refusals import (
     refuse_untrainable,
     trainable_config,
 )
-from grpo_spmd.model.families.stored import stored_layout
+from grpo_spmd.model.families.stored import saved_layout, stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
@@ -111,7 +111,7 @@ def build_value_model(
     layers = decoder_layers(hf_model)
     folder = checkpoint_folder(path)
     files = tensor_files(folder)
-    stored = stored_layout(hf_model, files)
+    stored = stored_layout(hf_model, files, saved_layout(hf_model))
     for layer in layers:
         set_up_layer(layer, config.recompute, config.compile)
     # The head computes alone and in float32: bfloat16 would round its one number to 3 digits.
@@ -312,7 +312,7 @@ def build_reward_model(
         # Before any memory is taken on the device.
         _refuse_other_heads(model.model, path)
         refuse_structure(model.model, path)
-        stored = refuse_tensors(model.model, files.folder)
+        stored = refuse_tensors(model.model, files.folder, saved_layout(model.model))
         model.requires_grad_(False).eval()
         layers = decoder_layers(model.model)
         shard_over_ranks(model, layers, session.mesh, compute, reshard_root=True)

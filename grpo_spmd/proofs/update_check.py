@@ -37,9 +37,9 @@ from grpo_spmd.learn.update import (
     Reference,
     UpdateObserver,
 )
-from grpo_spmd.model.families.stored import SavedTensor
+from grpo_spmd.model.families.stored import SavedTensor, read_rows
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
-from grpo_spmd.model.policy import Policy, hf_named_parameters, read_rows
+from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from grpo_spmd.checkpoint.export import StoredTensor, stored_tensors
+from grpo_spmd.checkpoint.export import StoredTensor, export_merged, stored_tensors
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
 from grpo_spmd.engine.weight_proof import _expert_fingerprints, matches
 from tests.support.models import make_model, write_config
@@ -93,6 +94,24 @@ def test_a_run_is_resumed_to_the_bit_and_its_export_has_the_weights_by_expert(
     stored: dict[str, StoredTensor] = stored_tensors(folder, trainer)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, stored[name].read("float32")), name
+
+
+def test_adapters_merged_into_experts_are_those_of_peft(tmp_path: Path) -> None:
+    """Mixtral's router and experts have other names on disk, and no adapters."""
+    config = config_of(tmp_path, "mixtral")
+    train(1, config, "model.lora.rank=4", "training.num_steps=1")
+    checkpoint = tmp_path / "run/checkpoints/step_000001"
+    export_merged(checkpoint, tmp_path / "merged", "float32")
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32)
+        for name in ("model", "merged")
+    )
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        alone = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint)(ids).logits
+        difference = (merged(ids).logits - adapted).abs().max()
+    assert difference < 1e-4 < (adapted - alone).abs().max()
 
 
 def test_experts_that_ranks_would_have_to_pad_are_refused(tmp_path: Path) -> None:

@@ -190,12 +190,12 @@ def test_raw_codes_of_a_quantised_checkpoint_are_refused(tmp_path: Path) -> None
 def test_tensors_that_transformers_renames_are_found() -> None:
     with torch.device("meta"):
         model = build_hf_model(transformers.GPTNeoXConfig(**SIZES), "x")
-    assert stored_layout(model, [name for name, _ in model.named_parameters()]) == {}
+    assert stored_layout(model, [name for name, _ in model.named_parameters()], {}) == {}
     stored = [
         name.replace("lm_head", "embed_out").removeprefix("gpt_neox.")
         for name, _ in model.named_parameters()
     ]
-    result = stored_layout(model, stored)
+    result = stored_layout(model, stored, {})
     assert [part.name for part in result["lm_head.weight"]] == ["embed_out.weight"]
     assert set(result) == {name for name, _ in model.named_parameters()}
 
@@ -208,7 +208,7 @@ def test_experts_are_found_in_a_checkpoint(tmp_path: Path, family: str) -> None:
     for file in folder.glob("*.safetensors"):
         stored |= load_file(file)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    parts = stored_layout(model, stored)
+    parts = stored_layout(model, stored, saved_layout(model))
     assert parts == saved_layout(model)
     covered = set()
     for name, parameter in model.named_parameters():
@@ -231,10 +231,10 @@ def test_experts_that_were_stored_fused_or_as_a_decoder_alone_are_found() -> Non
     config = transformers.Qwen3MoeConfig(**SIZES, num_experts=2, moe_intermediate_size=32)
     with torch.device("meta"):
         model = build_hf_model(config, "x")
-    assert stored_layout(model, [name for name, _ in model.named_parameters()]) == {}
+    assert stored_layout(model, [name for name, _ in model.named_parameters()], {}) == {}
     saved = saved_layout(model)
     alone = [part.name.removeprefix("model.") for parts in saved.values() for part in parts]
-    result = stored_layout(model, alone)
+    result = stored_layout(model, alone, saved)
     assert [part.name for parts in result.values() for part in parts] == alone
     assert result.keys() == saved.keys()
 

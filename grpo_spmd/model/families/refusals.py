@@ -86,9 +86,9 @@ def refuse_untrainable(path: str, max_rollout_tokens: int = 0, *, is_policy: boo
     with as_config_error(path, "has sizes that differ from layer to layer"):
         head_dim(hf_config)
     refuse_structure(model, path)
-    saved_layout(model)
+    saved = saved_layout(model)
     if is_policy:
-        refuse_tensors(model, checkpoint_folder(path))
+        refuse_tensors(model, checkpoint_folder(path), saved)
     logits_map(model)
     _refuse_other_maths(model, path)
 
@@ -139,7 +139,7 @@ def _refuse_other_experts(experts: Any, where: str) -> None:
         )
 
 
-def refuse_tensors(model: Any, folder: Path) -> SavedLayout:
+def refuse_tensors(model: Any, folder: Path, saved: SavedLayout) -> SavedLayout:
     """Raises ConfigError unless the checkpoint has exactly the model's tensors.
 
     Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
@@ -152,11 +152,11 @@ def refuse_tensors(model: Any, folder: Path) -> SavedLayout:
         for name, entry in read_header(path).items()
         if name in files
     }
-    layout = stored_layout(model, stored)
+    layout = stored_layout(model, stored, saved)
     shapes = {
-        saved.name: list(saved.shape)
+        tensor.name: list(tensor.shape)
         for name, parameter in model.named_parameters()
-        for saved in layout.get(name, [SavedTensor(name, 0, tuple(parameter.shape))])
+        for tensor in layout.get(name, [SavedTensor(name, 0, tuple(parameter.shape))])
     }
     for name, shape in shapes.items():
         entry = stored.get(name)

@@ -6,20 +6,22 @@ conversion says which; no name of a model stands here."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.build import build_hf_model
 from grpo_spmd.model.hf_files import load_config
-from grpo_spmd.model.sharding import num_columns
+from grpo_spmd.model.sharding import as_matrix, num_rows
 
 
 class SavedTensor(NamedTuple):
@@ -36,7 +38,7 @@ class SavedTensor(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        return math.prod(self.shape) // num_columns(self.shape)
+        return num_rows(self.shape)
 
 
 # The tensors of a checkpoint by the name of the parameter whose rows they have.
@@ -69,7 +71,7 @@ def _layout_of(model: Any) -> SavedLayout:
     parameters = dict(model.named_parameters())
     names = list(parameters)
     # Each row of the whole model gets a number, and the conversion shows where the numbers go.
-    sizes = [p.numel() // num_columns(p.shape) for p in parameters.values()]
+    sizes = [num_rows(parameter.shape) for parameter in parameters.values()]
     starts = list(accumulate(sizes, initial=0))
     numbers = {}
     for (name, parameter), (start, end) in zip(parameters.items(), pairwise(starts), strict=True):
@@ -97,9 +99,9 @@ def _layout_of(model: Any) -> SavedLayout:
     return layout
 
 
-def stored_layout(model: Any, stored: Iterable[str]) -> SavedLayout:
+def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> SavedLayout:
     """Returns where a checkpoint with tensors of these names has the model's parameters, if they
-    differ.
+    differ. `saved` is the model's `saved_layout`.
 
     transformers renames some when it loads them (GPT-NeoX's lm_head), and a decoder may have been
     stored by itself."""
@@ -111,10 +113,12 @@ def stored_layout(model: Any, stored: Iterable[str]) -> SavedLayout:
     # A decoder that was stored by itself lacks the prefix of the whole model.
     prefix = f"{model.base_model_prefix}."
     layout: SavedLayout = {}
-    for name, tensors in saved_layout(model).items():
-        without_prefix = [saved._replace(name=saved.name.removeprefix(prefix)) for saved in tensors]
+    for name, tensors in saved.items():
+        without_prefix = [
+            tensor._replace(name=tensor.name.removeprefix(prefix)) for tensor in tensors
+        ]
         for candidates in (tensors, without_prefix):
-            if name in missing and all(saved.name in stored for saved in candidates):
+            if name in missing and all(tensor.name in stored for tensor in candidates):
                 layout.setdefault(name, candidates)
     renamings = [
         renaming
@@ -130,3 +134,31 @@ def stored_layout(model: Any, stored: Iterable[str]) -> SavedLayout:
                 whole = SavedTensor(name, 0, tuple(parameters[candidate].shape))
                 layout.setdefault(candidate, [whole])
     return layout
+
+
+def read_rows(
+    saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
+) -> None:
+    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
+    first of them.
+
+    Raises ConfigError as `load_weights` does."""
+    if saved.name not in files:
+        raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
+    begin = max(start, saved.start)
+    end = min(start + len(rows), saved.start + saved.num_rows)
+    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
+    with safe_open(files[saved.name], framework="pt") as file:
+        tensor = file.get_slice(saved.name)
+        shape = list(tensor.get_shape())
+        if shape != list(saved.shape):
+            raise ConfigError(
+                f"model.path: {saved.name} has shape {shape} in {folder}, but the model asks for "
+                f"{list(saved.shape)}"
+            )
+        if begin < end:
+            # All dimensions but the last are rows: an index of the first may have several.
+            height = saved.num_rows // shape[0]
+            first, last = (begin - saved.start) // height, -(-(end - saved.start) // height)
+            values = as_matrix(tensor[first:last])[begin - saved.start - first * height :]
+            rows[begin - start : end - start] = values[: end - begin]
