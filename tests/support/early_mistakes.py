@@ -832,7 +832,7 @@ reward_file("a reward that yields, as an object",
             "class R:\n    async def __call__(self, **k): yield 1.0\nfn = "
             "R()", "R must take completions or completion_ids by name")  # fmt: skip
 reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named "
-                                                           "'helper'; it lies",
+                                                           "'helper'; only the working",
             "set PYTHONPATH=rw")  # fmt: skip
 
 
