@@ -3,8 +3,8 @@
 A result is computed once for all ranks of the node and for later starts. An *entry* is a file with
 a blob of bytes, integer arrays and JSON; nothing in it is executed. Its name has a *fingerprint*, a
 digest of all inputs of the result. Beside the file is a *note* with the file's `stamp` at the time
-when the entry was complete. An entry that has no note, or another stamp, was changed by somebody
-and is made again.
+when the entry was complete. An entry whose note is missing or has another stamp was changed by
+somebody, and is made again.
 
 Ranks memory-map entries, so the folders must be on a disk of the node: if somebody removes a file
 on another host, its mapping fails and the rank crashes. (SIGBUS would also end all ranks of the
@@ -38,15 +38,15 @@ from grpo_spmd.files import UntrustedError, open_regular
 
 # Increase this with every change of the format: entries of other formats are not read.
 FORMAT = 5
-# For a data set of fewer bytes each rank makes its own entry in memory, in less than a second.
+# For a data set of fewer bytes, each rank makes its own entry in memory, in less than a second.
 SMALL = 4 << 20
 # The size of the number at the end of an entry, which is the length of the JSON before it.
 _LENGTH_BYTES = 8
-# Entries that were not used for so many seconds are removed when another entry is made.
+# Entries that were not used for this many seconds are removed when another entry is made.
 _KEPT_S = 30 * 86_400.0
-# Temporary files that were not written to for so many seconds are removed.
+# Temporary files that were not written to for this many seconds are removed.
 _ABANDONED_S = 3600.0
-# A file that has changed less than so many seconds ago may change again and keep the same times.
+# A file that changed less than this many seconds ago may change again and keep the same times.
 _RECENT_S = 2.0
 # A waiting rank logs a line each _NOTE_WAIT_S seconds, and after _MAX_WAIT_S makes its own entry.
 _NOTE_WAIT_S = 60.0
@@ -171,7 +171,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
 
 
 def _find(folders: list[Path], name: str) -> Entry | None:
-    """Returns an entry from one of the folders, or None if none has it unchanged."""
+    """Returns an entry from the first folder that has it unchanged, or None if none has."""
     for folder in folders:
         with (
             suppress(OSError, UntrustedError),
@@ -332,6 +332,7 @@ def cache_folders(failures: list[str] | None = None) -> list[Path]:
 
 
 def _candidate_folders() -> Iterator[Path]:
+    """Yields the paths of folders that the cache would use, the preferred one first."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")
     if os.path.isabs(cache):

@@ -27,6 +27,7 @@ class PromptStream:
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool, position: int = 0
     ) -> None:
+        """`position` is where the stream begins. Without `shuffle` prompts are in their order."""
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -72,9 +73,9 @@ class PromptStream:
 class TailStream:
     """A PromptStream for tail batching (RollPacker, NSDI '26).
 
-    A step is a round. A *short round* starts more prompts than the step needs; those that are not
-    finished when the step is full are put off, and wait for a *long round*, which starts only as
-    many as it needs. So each position is taken again until it is trained on, and then never again.
+    A *short round* starts more prompts than its step needs; those that are not finished when the
+    step is full are put off, and wait for a *long round*, which starts only as many prompts as its
+    step needs. So each position is taken again until it is trained on, and then never again.
     No prompt waits beyond the end of its epoch: as long as one waits, prompts of the next epoch are
     taken only to fill the step that ends the epoch, as without tail batching.
     """

@@ -111,6 +111,7 @@ def build_prompts(
     is_eval = eval_set is not None
 
     def make(writer: EntryWriter) -> None:
+        """Writes a cache entry with the tokens of all prompts that are not too long."""
         # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         bounds = array("q", [0])
         numbers = array("q")

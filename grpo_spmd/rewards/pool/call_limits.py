@@ -164,7 +164,7 @@ class CallLimits:
     def wait_s(self) -> float:
         """Returns the seconds until the next limit, pause or retry time ends, at most 0.5.
 
-        The caller waits for answers for so long before it calls take_next() again.
+        The caller waits that long for answers before it calls take_next() again.
         """
         now_s = time.monotonic()
         self._retry_times = [at for at in self._retry_times if at > now_s]

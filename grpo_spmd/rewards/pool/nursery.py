@@ -211,6 +211,7 @@ class _Nursery:
     """The process that loads the user's code once and forks workers from it."""
 
     def __init__(self, rank_socket: socket.socket, parent_pid: int, load: Load) -> None:
+        """`rank_socket` is connected to the pool, in the process `parent_pid`."""
         self._rank_socket, self._load = rank_socket, load
         # By pid of a worker: the number by which the pool knows it.
         self._workers: dict[int, int] = {}

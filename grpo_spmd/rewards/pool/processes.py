@@ -201,7 +201,7 @@ class ProcessPool:
         raise NotImplementedError
 
     def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
-        """Called after a call failed. The worker was killed, unless it replied and can be used on.
+        """Called after a call failed. The worker was killed, unless it has replied and can go on.
 
         `call` is the call that was running, or None if an idle worker was killed.
         """

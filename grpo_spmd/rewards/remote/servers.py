@@ -106,6 +106,7 @@ class ServerFunction:
         completion_ids: Any,
         **columns: list[Any],
     ) -> list[float]:
+        """Returns the server's scores of the completions. Raises FailedCallError."""
         config = self._config
         if self._client is None:
             entry = f"{self._where}.headers_env"
@@ -151,6 +152,7 @@ class _Slime(Form):
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
+        """Accepts a number, {"score": number} or the like, and each of these in a list of one."""
         if isinstance(answer, dict):
             names = [name for name in ("score", "reward", "rewards") if name in answer]
             if not names:
@@ -224,6 +226,7 @@ class Judge(Form):
         self.needs = tuple(name for name in names if name not in ("prompt", "completion"))
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
+        """Returns a chat request of one message: the rubric with its fields filled in."""
         completion = _as_text(completions[0])
         digest = hashlib.blake2b(completion.encode(errors="replace"), digest_size=8).hexdigest()
         mark = f"completion-{digest}"

@@ -332,6 +332,7 @@ class Jail(AbstractContextManager["Jail"]):
             raise
 
     def __exit__(self, *_: object) -> None:
+        """Kills the process and its group, and removes the scratch folder."""
         self._tell_time(time.monotonic() - self._began)
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
