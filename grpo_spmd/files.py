@@ -1,8 +1,9 @@
-"""Reads files that others made, and writes files that survive a kill, a full disk and a power cut.
+"""This module reads files that others made, and writes files that survive a kill, a full disk and a
+power cut.
 
-Such files are those of a model's folder, of a checkpoint and of an earlier run. Only regular files
-are opened, never in a way that could wait, and they are read up to a size. JSON is checked field by
-field, by type and range, before a library or a run relies on it.
+Files of others are those of a model's folder, of a checkpoint and of an earlier run. Only regular
+files are opened, in a way that cannot block, and only a limited number of bytes is read. The types
+and ranges of JSON fields are checked before a library or a run relies on them.
 """
 
 from __future__ import annotations
@@ -29,32 +30,34 @@ _MAX_JSON_BYTES = 64 << 20
 
 
 def hold_standard_streams() -> None:
-    """Opens /dev/null in the place of a closed stdin, stdout or stderr.
+    """Opens /dev/null in place of a closed stdin, stdout or stderr.
 
-    Otherwise the next file that is opened would get the number of the closed stream. Code that
-    prints would then write into that file.
+    Otherwise the next file that is opened would get the number of the closed stream, and code that
+    prints would write into that file. Also lets stdout and stderr write any character, and flushes
+    stdout at exit without a traceback.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # open() returns the lowest free number, which is this stream's.
+            # os.open returns the lowest free number, which is this stream's.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-            # A notebook's own streams need no descriptor.
+            # A notebook's replacement of a stream needs no descriptor, so it is kept.
             if getattr(sys, name) in (None, getattr(sys, f"__{name}__")):
                 mode = "w" if number else "r"
                 setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
         stream = getattr(sys, name)
         if number and isinstance(stream, io.TextIOWrapper):
-            # An ASCII terminal lacks letters: print escapes instead of raising.
+            # A terminal may not be able to show a character: print an escape instead of raising.
             stream.reconfigure(errors="backslashreplace")
-    # Registered only once, however often this function is called.
+    # Unregister first, so that it is registered once, however often this function is called.
     atexit.unregister(_flush_stdout)
     atexit.register(_flush_stdout)
 
 
 def _flush_stdout() -> None:
-    """Flushes before Python does, which prints a traceback if the reader is gone (| head)."""
+    """Flushes stdout. Python's own flush at exit would print a traceback if the reader has ended,
+    as in `... | head`."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -62,12 +65,15 @@ def _flush_stdout() -> None:
 
 
 def _discard_stdout() -> None:
-    """Sends what is left in the buffer to /dev/null."""
+    """Redirects stdout to /dev/null, so that what is left in its buffer goes there."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def show(text: str) -> bool:
-    """Prints on stdout. Returns False if the reader is gone (--check | head)."""
+    """Prints to stdout. Returns False if the reader has ended, as in `--check | head`.
+
+    Exits with an error message if stdout cannot be written, for instance to a full disk.
+    """
     try:
         print(text, flush=True)
     except OSError as error:
@@ -79,9 +85,13 @@ def show(text: str) -> bool:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replaces a file; after a kill, a full disk or a power cut it is the old or the new one."""
+    """Replaces a file's content so that, after a kill, a full disk or a power cut, the file has
+    either the old content or the new one, and never a part.
+
+    The folder is not synced, so a power cut may undo the replacement. Raises OSError.
+    """
     temporary = path.with_name(path.name + ".tmp")
-    # Something else may have this name: a link, or a fifo that would wait for a reader.
+    # Something else may have this name: a link, or a fifo, which would block until it has a reader.
     temporary.unlink(missing_ok=True)
     temporary.write_bytes(content)
     sync_path(temporary)
@@ -89,16 +99,17 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def sync_to_disk(folder: Path) -> None:
-    """Syncs all files and folders below `folder`, and itself.
+    """Syncs a folder and all files and folders in it, at any depth.
 
-    Without it a rename could survive a power cut, and name empty files.
+    Called before the folder gets its final name: otherwise a power cut could keep the new name and
+    lose the content of files.
     """
     for path in [*folder.rglob("*"), folder]:
         sync_path(path)
 
 
 def sync_path(path: Path) -> None:
-    """Waits until the file or folder is on the disk."""
+    """Waits until a file's content, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -107,16 +118,19 @@ def sync_path(path: Path) -> None:
 
 
 class UntrustedError(ConfigError):
-    """A file that somebody else made cannot be used. One line: the file, and what is wrong."""
+    """Raised if a file that somebody else made cannot be used.
+
+    The message is one line: the file, and what is wrong with it.
+    """
 
 
 def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
     """Opens a regular file for reading.
 
-    Raises UntrustedError for a fifo, a device, a folder and, unless `follow`, a link (the hub's
-    cache is made of links); OSError if there is nothing.
+    Raises UntrustedError if `path` is anything else: a fifo, a device, a folder or, unless
+    `follow`, a link (the hub's cache consists of links). Raises OSError if it does not exist.
     """
-    # O_NONBLOCK: opening a fifo would wait for somebody to write into it.
+    # O_NONBLOCK, because opening a fifo would otherwise wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
     refusal = UntrustedError(
         f"{path} is a folder, a link, a fifo, a socket or a device, and not a regular file"
@@ -136,8 +150,8 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 def regular_files(folder: Path) -> set[str]:
     """Returns the relative names of all files below `folder`.
 
-    Raises UntrustedError if something else is among them: a link may lead out of the folder, and a
-    device has no end.
+    Raises UntrustedError if there is something else than files and folders: a link may lead out of
+    `folder`, and a device has no end.
     """
     names: set[str] = set()
     for path in folder.rglob("*"):
@@ -153,7 +167,11 @@ def regular_files(folder: Path) -> set[str]:
 
 
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
-    """Returns a JSON object. Raises UntrustedError for anything else, OSError if unreadable."""
+    """Returns the JSON object in a file.
+
+    Raises UntrustedError if the file has anything else or is too large, OSError if it cannot be
+    read. `follow` is as in open_regular.
+    """
     with open_regular(path, follow=follow) as file:
         content = file.read(1 + _MAX_JSON_BYTES)
     if len(content) > _MAX_JSON_BYTES:
@@ -162,11 +180,14 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 
 
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
-    """Returns the JSON object in `content`. Raises UntrustedError, which names `path`."""
+    """Returns the JSON object in `content`.
+
+    Raises UntrustedError, whose message names `path`, if it has anything else.
+    """
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=reject_duplicates)
     except (ValueError, RecursionError) as error:
-        # ValueError also for a number of more digits than Python reads.
+        # ValueError is also raised for a number of more digits than Python converts.
         raise UntrustedError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise UntrustedError(f"{path} must hold a JSON object, got {type(value).__name__}")
@@ -174,7 +195,8 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns the pairs as a dict. Raises ValueError if a name is given twice."""
+    """Returns pairs as a dict. An `object_pairs_hook` of json that raises ValueError if an object
+    has a name twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a name is given twice")
@@ -187,15 +209,17 @@ def check_fields(
     subject: str | Path,
     needed: Collection[str] = (),
 ) -> None:
-    """Raises UntrustedError for the first field that is not of its type, or `needed` and missing.
+    """Raises UntrustedError if a field of `value` has the wrong type, or is `needed` and missing.
 
-    `types` has types as msgspec reads them. Fields without a type may be anything.
+    `types` has the type of each field, in msgspec's form. Fields without a type may be anything.
+    `subject` begins the message.
     """
     for name, field_type in types.items():
         if name in value:
             try:
                 msgspec.convert(value[name], field_type)
-            # not only ValidationError: msgspec cannot quote half a surrogate pair
+            # msgspec raises ValidationError, or another ValueError if it cannot encode a lone
+            # surrogate in the value.
             except ValueError as error:
                 displayed = reprlib.repr(value[name])
                 raise UntrustedError(f"{subject}: {name}: {error}; got {displayed}") from None
@@ -203,8 +227,8 @@ def check_fields(
             raise UntrustedError(f"{subject} names no {name}")
 
 
-# Types of fields, as msgspec reads them; it takes no bool for a number. A pattern must match as a
-# whole, so \Z and not $, which would pass a line break.
+# Types of fields, in msgspec's form. To msgspec, True is not a number. Patterns end with \Z, since
+# $ would accept a line break at the end.
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31)]
 _NumLayers = Annotated[int, Meta(ge=1, le=1000)]
@@ -212,16 +236,16 @@ _Small = Annotated[float, Meta(ge=0, le=1e9)]
 _Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 _FileName = Annotated[str, Meta(pattern=r"\A[^/\\\0]+\.safetensors\Z")]
 _Empty = Annotated[list[Any], Meta(max_length=0)] | Annotated[dict[str, Any], Meta(max_length=0)]
-# The trainer's state in a checkpoint.
 
 
 class _UpdateCounts(TypedDict):
-    """What a critic has counted."""
+    """The counts of a critic's updates in a checkpoint."""
 
     num_updates: _Count
     skipped_in_a_row: _Count
 
 
+# The fields of a checkpoint's trainer.json.
 TRAINER = {
     **dict.fromkeys(
         ("step", "position", "num_updates", "skipped_in_a_row", "num_completions", "num_tokens"),
@@ -247,11 +271,12 @@ class ManifestFile(TypedDict):
     sha256: _Digest
 
 
+# The fields of a checkpoint's manifest.
 MANIFEST = {"files": dict[str, ManifestFile]}
 _EOS = {"eos_token_id": _TokenId | Annotated[list[_TokenId], Meta(max_length=1000)] | None}
 # Some sizes may be a list with one entry for each layer.
 _LayerSizes = Annotated[list[_TokenId | None], Meta(max_length=10_000)]
-# What config.json of a model says about sizes, before the libraries read it.
+# Fields of a model's config.json, which are checked before libraries rely on them.
 MODEL = {
     "model_type": Annotated[str, Meta(pattern=r"\A[\w.-]+\Z")],
     "num_labels": Annotated[int, Meta(ge=0, le=10_000)] | None,
@@ -274,7 +299,10 @@ MODEL = {
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """Returns config.json of a model. Raises UntrustedError, OSError."""
+    """Returns the config.json in a model's folder, after a check of its fields.
+
+    Raises UntrustedError if a field is wrong, OSError if the file cannot be read.
+    """
     path = folder / "config.json"
     config = read_json(path, follow=True)
     check_fields(config, MODEL, path, needed=("model_type",))
@@ -284,7 +312,11 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def read_stop_tokens(folder: Path) -> set[int] | None:
-    """Returns `eos_token_id` of generation_config.json, else of config.json, else None."""
+    """Returns the `eos_token_id` of a model as a set.
+
+    It is that of generation_config.json, or else that of config.json. Returns None if neither has
+    one.
+    """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
         config = read_json(path, follow=True) if path.exists() else {}
@@ -296,25 +328,28 @@ def read_stop_tokens(folder: Path) -> set[int] | None:
 
 
 def read_index(folder: Path) -> dict[str, Path] | None:
-    """Returns the file of each tensor by model.safetensors.index.json; None if there is none."""
+    """Returns the file of each tensor, as model.safetensors.index.json in a model's folder has it.
+
+    Returns None if there is no index.
+    """
     path = folder / "model.safetensors.index.json"
     if not path.exists():
         return None
     index = read_json(path, follow=True)
-    # a file beside the index, and not one that a path leads to
+    # _FileName has no slash: only a file beside the index is read, not one elsewhere.
     check_fields(index, {"weight_map": dict[str, _FileName]}, path, needed=("weight_map",))
     return {name: folder / file for name, file in index["weight_map"].items()}
 
 
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
-    """Returns {tensor: {"dtype", "shape"}} of a safetensors file.
+    """Returns {name: {"dtype", "shape"}} of the tensors in a safetensors file.
 
-    Raises UntrustedError if the file is not whole.
+    Raises UntrustedError if the file is incomplete or has another format.
     """
-    # safetensors itself would wait for somebody to write into a fifo.
+    # Refuse a fifo, for which safetensors itself would wait.
     open_regular(path, follow=True).close()
     try:
-        # Without a look at the tensors, which are mapped.
+        # The tensors are memory-mapped; get_slice does not read them.
         with safetensors.safe_open(path, framework="numpy") as file:
             tensors = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             return {

@@ -1,9 +1,10 @@
-"""The records that the phases of a step hand to each other.
+"""This module has the records that the phases of a step pass to each other.
 
-A rollout is one completion of one prompt; a group is the rollouts of one prompt. A rollout of
+A rollout is one completion of one prompt; a group is all rollouts of one prompt. A rollout of
 several turns with an environment is an episode. A slot is the index of a group among those that a
-step trains on; the rollout id is slot * G + sample. Sampling and training are dealt to ranks
-independently: a rollout may be trained on by another rank than the one that sampled it.
+step trains on; a rollout's id is slot * G + sample, its index in the group. Sampling and training
+are distributed over ranks independently, so a rollout may be trained on by another rank than the
+one that sampled it.
 
 Dimensions: P prompts in a step, G = `group_size`, B = P*G rollouts. In one micro-batch: S
 sequences, T tokens (prompts and completions together), C completion tokens. V is the size of the
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-# Commands that start without torch read these records too.
+# Not imported at run time, since commands that start without torch use these records, too.
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
@@ -27,20 +28,25 @@ if TYPE_CHECKING:
 
 # A chat message, in the form that chat templates take.
 Message = dict[str, Any]
-# Named values, which may go through JSON.
+# Values by name, which can be sent as JSON.
 Fields = dict[str, Any]
-# The statuses say how an episode ended. In their order: by itself; after `environment.max_turns`; a
-# result had no room in `environment.max_tokens`; the context had no room in the engine; the last
-# turn was cut off; the environment raised, or hung, at both tries; the policy made invalid tool
-# calls only.
+# How an episode ended.
 EPISODE_STATUSES = (
+    # By itself.
     "ok",
+    # After `environment.max_turns` turns.
     "max_turns",
+    # The next messages do not fit into `environment.max_tokens`.
     "max_tokens",
+    # The next messages do not fit into the engine's context.
     "context_overflow",
+    # The last turn was cut off.
     "truncated",
+    # The environment raised, in both attempts.
     "env_error",
+    # The environment took too long, in both attempts.
     "env_timeout",
+    # The last turn, or several turns in a row, had only invalid tool calls.
     "invalid_calls",
 )
 # Episodes with these statuses are left out of their group and of the loss.
@@ -52,49 +58,52 @@ class Prompt:
     """One prompt of the shuffled prompt stream."""
 
     position: int
-    """Index in the prompt stream, counted from 0 over the whole run. In a data set of 64 rows,
-    position 69 is some row of the second epoch."""
+    """Index in the prompt stream, counted from 0 over the whole run. For a data set of 64 rows,
+    position 69 is in the second epoch."""
     row: int
     """Index of the row in the data set."""
     token_ids: list[int]
-    """The prompt as the engine gets it."""
+    """The prompt's tokens, as the engine gets them."""
     text: str | list[Message]
     """The prompt of the row: a string or chat messages."""
     columns: Fields
     """The other columns of the row, for the reward functions."""
 
     def text_before(self, completion: Completion) -> str | list[Message]:
-        """Returns what the policy had before its completion, as whoever scores or shows it gets it.
+        """Returns the text or messages before a completion, for reward functions and displays.
 
-        An environment's reset() may have added messages (often the task itself), and an agent may
-        have begun with messages of its own.
+        In an episode they may differ from the row's prompt: an environment's reset() may have added
+        messages (often the task itself), and an agent may have begun with other messages.
         """
         return self.with_opening(completion.episode.opening if completion.episode else [])
 
     def with_opening(self, opening: list[Message]) -> str | list[Message]:
-        """Returns the first messages of an episode, or the row's prompt if they say no more."""
+        """Returns the messages `opening`, or the row's prompt if they are empty or just that prompt
+        as a user's message."""
         is_row = not opening or opening == [{"role": "user", "content": self.text}]
         return self.text if is_row else opening
 
 
 @dataclass(frozen=True)
 class Completion:
-    """The tokens that the engine sampled for one request, or in all turns of one episode."""
+    """The tokens that the engine sampled for one prompt, or in all turns of one episode."""
 
     token_ids: list[int]
     """The sampled tokens."""
     logprobs: list[float]
     """`logprobs[i]` is the engine's logprob of `token_ids[i]` at the sampling temperature."""
     finish_reason: str
-    """"stop" or "length". An episode that had no room for another turn has "length" too."""
+    """"stop" or "length". An episode that had no room for another turn has "length", too."""
     episode: Episode | None = None
     """The episode, if the policy talked to an environment."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive turns of an episode, each of whose prompts extends the tokens of the turn before:
-    one sequence of the policy's forward pass."""
+    """Consecutive turns of an episode that form one sequence of the policy's forward pass.
+
+    The prompt of each later turn begins with the prompt and completion of the turn before.
+    """
 
     token_ids: npt.NDArray[np.int32]
     """All tokens of the sequence, the prompt included."""
@@ -117,36 +126,37 @@ class Turn:
 
 @dataclass(frozen=True)
 class Episode:
-    """A rollout of several turns. The sampled tokens of its segments, concatenated, are its
-    completion's tokens."""
+    """A rollout of several turns with an environment.
+
+    `Completion.token_ids` are the sampled tokens of all its segments, concatenated.
+    """
 
     status: str
     """One of EPISODE_STATUSES."""
     segments: tuple[Segment, ...] = ()
-    """The sequences to train on. Empty if the environment failed."""
+    """The sequences to train on. Empty for an episode that failed."""
     turns: tuple[Turn, ...] = ()
     """The turns in the order in which they were sampled."""
     messages: list[Message] = field(default_factory=list)
     """The chat messages after `opening`. Reward functions get them as the completion."""
     rewards: dict[str, float | str | None] = field(default_factory=dict)
-    """The environment's rewards by name. None: the reward does not apply. A string: the reward is
-    unusable, and the string says why."""
+    """The environment's rewards by name. None: the reward does not apply. A string: the reward
+    cannot be used, and the string says why."""
     calls_s: list[float] = field(default_factory=list)
     """Seconds of each call to the environment."""
     error: str | None = None
-    """The error of an environment that failed."""
+    """The error of an episode that failed."""
     opening: list[Message] = field(default_factory=list)
-    """The chat messages that the policy had before its first turn. Empty if it had none."""
+    """The chat messages before the policy's first turn. Empty for an episode that failed."""
     num_tool_calls: int | None = None
-    """The calls that the policy's tools got. None: they are not tools, or the environment
-    failed."""
+    """Number of the policy's tool calls. None: the environment has no tools, or it failed."""
     num_tool_errors: int = 0
-    """The calls in which a tool raised, and not because of the policy's arguments."""
+    """Number of these calls in which the tool raised for another reason than its arguments."""
 
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions. See `rollout_seed` for the seeds of the completions."""
+    """A prompt and its G completions. Their sampling seeds are those of `rollout_seed`."""
 
     slot: int
     """Index of the prompt within the step, 0 .. P-1."""
@@ -158,11 +168,11 @@ class RolloutGroup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One rollout as numbers, without text, so that it can be sent from the rank that sampled it to
-    the rank that trains on it.
+    """One rollout as numbers without text, as the rank that sampled it sends it to the rank that
+    trains on it.
 
-    Token ids and logprobs are the engine's lists on the sending rank and arrays on the receiving
-    one: to make lists of all tokens of a step would take long.
+    Token ids and logprobs are the engine's lists on the sending rank, and arrays on the receiving
+    rank, since making lists of all tokens of a step would take long.
     """
 
     rollout_id: int
@@ -171,20 +181,20 @@ class Rollout:
     """One number for all completion tokens, or one for each."""
     loss_mask: bool | npt.NDArray[np.bool_]
     """True where a completion token counts in the loss; one value for all tokens, or one for each.
-    False if the reward is unknown, or if the completion was cut off and `loss.mask_truncated` is
-    on."""
+    All are False if the reward is unknown, or if the completion was cut off and
+    `loss.mask_truncated` is on."""
     prompt_ids: list[int] | npt.NDArray[np.int32]
-    """Tokens of the prompt."""
+    """The tokens of the prompt."""
     completion_ids: list[int] | npt.NDArray[np.int32]
-    """Sampled tokens."""
+    """The sampled tokens."""
     rollout_logprobs: list[float] | npt.NDArray[np.float32 | np.float64]
     """The engine's logprobs of `completion_ids`."""
     segments: tuple[Segment, ...] = ()
-    """The segments of an episode. They contain all of `prompt_ids` and `completion_ids`."""
+    """The segments of an episode. Together they have all of `prompt_ids` and `completion_ids`."""
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the policy's forward pass reads."""
+        """The number of tokens that the policy's forward pass reads for this rollout."""
         if self.segments:
             return sum(len(segment.token_ids) for segment in self.segments)
         return len(self.prompt_ids) + len(self.completion_ids)
@@ -192,42 +202,44 @@ class Rollout:
 
 @dataclass(frozen=True)
 class TeacherSignal:
-    """The teachers' scores of the completion tokens of one micro-batch: either logprobs or a
-    divergence, never both."""
+    """The teachers' scores of the completion tokens of one micro-batch.
+
+    It has either `logprobs` or `divergence`.
+    """
 
     coef: float
     """Weight of the teacher's term, from `teacher.coef`."""
     logprobs: Tensor | None = None
     """float32 [C]: the teacher's logprob of each sampled token."""
     divergence: Callable[[Tensor, Tensor], Tensor] | None = None
-    """Maps hidden states [C, D] and head [V, D] of the policy to float32 [C]: the divergence from
-    the teacher's distribution at each token."""
+    """A function of the policy's hidden states [C, D] and head [V, D]. It returns float32 [C]: at
+    each token the divergence between the policy's and the teacher's distributions."""
     masks_by_teacher: dict[str, Tensor] = field(default_factory=dict)
     """bool [C] for each teacher: the tokens that it scored. Empty if there is only one teacher."""
     answered_mask: Tensor | None = None
-    """bool [C]: tokens for which the teacher's server sent an answer. None: all of them."""
+    """bool [C]: True for the tokens for which the teacher's server sent an answer. None: all."""
 
 
 @dataclass
 class MicroBatch:
-    """The sequences of one forward and backward pass on one rank, one after the other in one row
-    without padding ("row" for short in other modules).
+    """The sequences of one forward and backward pass on one rank.
 
-    All [C] fields are aligned with each other.
+    They are concatenated to one row without padding; other modules call a micro-batch a row, too.
+    The entries of all [C] fields are for the same C completion tokens.
     """
 
-    # The row: what the policy reads.
+    # The row that the policy reads.
     input_ids: Tensor
     """int64 [T]"""
     position_ids: Tensor
     """int64 [T]. Starts at 0 in each sequence."""
     sequence_lengths: list[int]
-    """S lengths whose sum is T."""
+    """The lengths of the S sequences. Their sum is T."""
     sequence_starts: Tensor
-    """int32 [S + 1]. The first token of each sequence, and T."""
-    # The sampled tokens, and what the sampling and scoring ranks said about them.
+    """int32 [S + 1]. The index of each sequence's first token, and T."""
+    # The sampled tokens, with the results of sampling and scoring.
     predict_index: Tensor
-    """int64 [C]. The hidden state at this position of the row predicts `target_ids[c]`."""
+    """int64 [C]. Index in the row of the token whose hidden state predicts `target_ids[c]`."""
     target_ids: Tensor
     """int64 [C]. The sampled tokens."""
     rollout_logprobs: Tensor
@@ -240,7 +252,7 @@ class MicroBatch:
     """int64 [C]. Index in `rollout_ids` of the token's rollout."""
     rollout_ids: list[int]
     """The rollouts of the row that have at least one completion token."""
-    # Written after assembly, before the update: by attach_logprobs, teachers and critic.
+    # Filled between assembly and update, by attach_logprobs, the teachers and the critic.
     old_logprobs: Tensor | None = None
     """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
     ref_logprobs: Tensor | None = None
@@ -257,16 +269,16 @@ class MicroBatch:
 class RolloutBatch:
     """The rollouts of a step that this rank trains on, in the order of training.
 
-    Every rank has the same number of mini-batches, and the same number of micro-batches in each.
+    All ranks have the same number of mini-batches, and of micro-batches in each mini-batch.
     """
 
     mini_batches: list[list[MicroBatch]]
     """One list of micro-batches for each optimizer step of an epoch."""
     num_loss_tokens: list[int]
-    """For each mini-batch the tokens that count in the loss, over all ranks: the denominator of its
-    token mean."""
+    """For each mini-batch the number of tokens that count in the loss, over all ranks. It is the
+    denominator of a mean over tokens."""
     num_loss_sequences: list[int]
-    """For each mini-batch the rollouts with at least one token that counts, over all ranks."""
+    """For each mini-batch the number of rollouts with at least one such token, over all ranks."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -276,47 +288,49 @@ class RolloutBatch:
 
 @dataclass
 class ScoredRollouts:
-    """The rewards that one rank computed: lists with one entry per completion, in the order of its
-    groups."""
+    """The rewards that one rank computed. Lists have one entry for each completion, in the order of
+    the rank's groups."""
 
     rewards: list[float | None] = field(default_factory=list)
-    """The weighted sum over the reward functions. None: no reward is known."""
+    """The weighted sum of the completion's rewards. None: unknown (scorers.weighted_sum)."""
     by_name: dict[str, list[float | None]] = field(default_factory=dict)
-    """The reward of each function. None: does not apply. NaN: unusable."""
+    """By name of a reward: its values. None: it does not apply. NaN: it cannot be used."""
     statuses: dict[str, list[str]] = field(default_factory=dict)
-    """For each function "ok", "not_applicable", "error" or "timeout"."""
+    """By name of a reward: "ok", "not_applicable", "error" or "timeout" (protocol.py)."""
     first_error: str | None = None
     """The first failure of the function that failed most, with its traceback."""
     texts: list[str] = field(default_factory=list)
     """The decoded completions."""
     reward_inputs: list[dict[str, Any]] = field(default_factory=list)
-    """The arguments that the functions were called with."""
+    """The keyword arguments with which reward functions were called for this completion."""
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Notes by the index of a completion: "extra" {reward: {column: value}}; at the first
-    completion of a call "logged" {reward: {metric: [sum, count]}}; at the first completion of a
-    group "retried" {reward: how the first call failed}."""
+    """By index of a completion, its notes: "extra" is {reward: {column: value}}. At the first
+    completion of a call, "logged" is {reward: {metric: [sum, count]}}. At the first completion of a
+    group, "retried" is {reward: the status of the failed call for the group}."""
 
     def extend(self, later: ScoredRollouts) -> None:
-        """Append the completions of another round."""
-        # First the notes: their keys need the number of completions before this round.
+        """Appends the completions of a later round of the same step."""
+        # The notes come first, since their indices are shifted by the number of completions so far.
         self.notes |= {len(self.rewards) + number: note for number, note in later.notes.items()}
         self.rewards += later.rewards
         self.texts += later.texts
         self.reward_inputs += later.reward_inputs
         self.first_error = self.first_error or later.first_error
         for name, statuses in later.statuses.items():
-            # A function may have been called in one of the rounds only.
+            # A round without completions has no statuses, so the name may be new.
             self.statuses.setdefault(name, []).extend(statuses)
         for name, values in later.by_name.items():
             self.by_name.setdefault(name, []).extend(values)
 
     def num_statuses(self) -> dict[str, Counter[str]]:
-        """Number of completions with each status, by function."""
+        """Returns the number of completions with each status, by reward."""
         return {name: Counter(statuses) for name, statuses in self.statuses.items()}
 
     def finite_by_name(self, number: int) -> dict[str, float | None]:
-        """The reward of each function for one completion. Unusable rewards are None, because NaN is
-        not JSON."""
+        """Returns the value of each reward for the completion with index `number`.
+
+        NaN becomes None, since JSON has no NaN.
+        """
         values = {name: column[number] for name, column in self.by_name.items()}
         return {
             name: None if value is None or math.isnan(value) else value
@@ -329,12 +343,12 @@ def rollout_seed(
 ) -> int:
     """Returns the sampling seed of one turn, in [0, 2**63).
 
-    It depends only on these coordinates, never on ranks or batches. `step` is the number of
-    finished steps, `position` the prompt's index in the prompt stream, `turn` the turn's number
-    (-1: the environment's start) or, for an agent, its key. An evaluation passes a text as `step`,
-    the same at all steps, and the row as `position`.
+    It depends only on these arguments, never on ranks or batches. `seed` is the run's, `step` the
+    number of finished steps, `position` the prompt's index in the prompt stream, `sample` the index
+    in the group, `turn` the turn's number (-1: the environment's reset) or, for an agent, its key.
+    An evaluation passes a string as `step`, the same in all steps, and the row as `position`.
     """
-    # Turn 0 is left out, so that a completion has the seed of an episode's first turn.
+    # Turn 0 is not hashed, so that a completion without turns has the seed of a first turn.
     coordinates = f"{seed}/{step}/{position}/{sample}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(coordinates.encode(), digest_size=8).digest()
     # 63 bits: vLLM takes the seed as a signed 64-bit integer.
@@ -343,21 +357,21 @@ def rollout_seed(
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The plan says which rank trains on which rollouts, and in which forward passes.
+    """The plan of which rank trains on which rollouts, and in which forward passes.
 
-    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids. A row is such a list. The plan
-    takes 4 bytes per rollout and 4 per row.
+    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids, called a row. The arrays take 4
+    bytes for each rollout and 4 for each row.
     """
 
     ids: npt.NDArray[np.int32]
-    """[B] Rollout ids, row after row. In each mini-batch the rows of rank 0 come first, then the
-    rows of rank 1."""
+    """[B] Rollout ids of all rows, concatenated. In each mini-batch the rows of rank 0 come first,
+    then those of rank 1, and so on."""
     lengths: list[npt.NDArray[np.int32]]
     """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
     def __iter__(self) -> Iterator[list[list[list[int]]]]:
         for block_ids, lengths in self.blocks():
-            # The ids of all ranks' rows follow each other: one iterator deals them out.
+            # The ids are in the order of ranks and rows, so each row takes the next ones.
             ids = iter(block_ids.tolist())
             yield [
                 [[next(ids) for _ in range(length)] for length in rank] for rank in lengths.tolist()
@@ -367,7 +381,7 @@ class BatchPlan:
         return list(self)[mini_batch]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
-        """Yields (rollout ids, lengths [ranks, rows per rank]) of each mini-batch."""
+        """Yields (rollout ids, lengths [ranks, rows per rank]) for each mini-batch."""
         begin = 0
         for lengths in self.lengths:
             end = begin + int(lengths.sum())
@@ -377,13 +391,13 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Everything that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
+    """All that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
 
-    # One entry per group that is trained on.
+    # One entry for each group that is trained on.
     positions: npt.NDArray[np.int64]
     """[P] Positions in the prompt stream of the groups to train on. The index in this array is the
     group's slot."""
-    # One entry per rollout of these groups.
+    # One entry for each rollout of these groups.
     rewards: npt.NDArray[np.float64]
     """[B] Weighted sums minus the overlong penalty. NaN: unknown."""
     advantages: npt.NDArray[np.float32]
@@ -392,31 +406,34 @@ class StepDecision:
     """[B] False: no token of the rollout counts in the loss."""
     plan: BatchPlan
     """The plan of the ranks' forward passes."""
-    # The two together map a rank's groups, dropped ones included, to slots.
+    # These two fields map each rank's groups to slots.
     num_groups: npt.NDArray[np.int64]
-    """[ranks] The number of groups that each rank sampled."""
+    """[ranks] The number of groups that each rank sampled, including those that are dropped."""
     slots: npt.NDArray[np.int32]
-    """The slots of all sampled groups, rank after rank, in the order in which the rank holds them.
-    -1: not trained on."""
+    """The slots of all sampled groups: first those of rank 0 in that rank's order, then those of
+    rank 1, and so on. -1: the group is not trained on."""
     num_loss_tokens: list[int]
-    """For each mini-batch the tokens that count in the loss."""
+    """For each mini-batch the number of tokens that count in the loss."""
     num_loss_sequences: list[int]
-    """For each mini-batch the rollouts with at least one token that counts."""
+    """For each mini-batch the number of rollouts with at least one such token."""
     num_tokens: int
-    """Tokens to train on, prompts and completions together."""
+    """Number of tokens to train on, prompts and completions together."""
     num_sampled_tokens: int
-    """Completion tokens that the engines sampled, those of dropped groups included."""
+    """Number of completion tokens that the engines sampled, including those of dropped groups."""
     metrics: dict[str, float | None]
     """The metrics of the step that rank 0 computed."""
     advantage_slope: float | None = None
-    """What a reward of one more adds to an advantage, in all groups alike. None: each group has its
-    own."""
+    """How much an advantage grows if the reward grows by 1, if this is the same for all groups.
+    None: it differs from group to group."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The part of a StepDecision that one rank needs. Dicts by rollout id have the rollouts that
-    this rank sampled and some rank trains on."""
+    """The part of a StepDecision that one rank needs.
+
+    Dicts by rollout id are for the rollouts that this rank sampled and that are trained on, by this
+    rank or another.
+    """
 
     slots: dict[int, int]
     """Slots by position in the prompt stream, for this rank's groups that are trained on."""
@@ -430,22 +447,22 @@ class Decision:
     """`rows[mini_batch][micro_batch]`: ids of the rollouts that this rank trains on."""
     num_rollouts: int
     """The number of rollouts to train on, over all ranks."""
-    # The next four counts are over all ranks too.
+    # The next four fields are as in StepDecision, over all ranks.
     num_loss_tokens: list[int]
-    """The tokens of each mini-batch that count in the loss."""
+    """For each mini-batch the number of tokens that count in the loss."""
     num_loss_sequences: list[int]
-    """The rollouts of each mini-batch with at least one token that counts."""
+    """For each mini-batch the number of rollouts with at least one such token."""
     num_tokens: int
-    """Tokens to train on, prompts and completions together."""
+    """Number of tokens to train on, prompts and completions together."""
     num_sampled_tokens: int
-    """Completion tokens that the engines sampled, those of dropped groups included."""
+    """Number of completion tokens that the engines sampled, including those of dropped groups."""
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
     advantage_slope: float | None = None
     """As in StepDecision."""
 
     def rollout_ids(self, group: RolloutGroup) -> range:
-        """Returns the ids of a group's rollouts; none if it is not trained on."""
+        """Returns the ids of a group's rollouts, or no ids if the group is not trained on."""
         slot = self.slots.get(group.prompt.position)
         size = len(group.completions)
         return range(0) if slot is None else range(slot * size, (slot + 1) * size)
@@ -461,11 +478,11 @@ class SyncStats:
     """The statistics of one weight sync."""
 
     bytes: int = 0
-    """Bytes handed to one engine, padding of the shards included. A base model that stays in the
-    engine under LoRA adapters does not count."""
+    """Bytes that one engine received, including the padding of shards. If only LoRA adapters are
+    sent, the base model in the engine is not counted."""
     num_collectives: int = 0
-    """Collectives that the sync took. 0 if one rank holds the whole policy."""
+    """Number of collectives in the sync. 0 if one rank holds the whole policy."""
     proof_s: float = 0.0
-    """Seconds of the weight proof, if it ran."""
+    """Seconds that the weight proof took; 0 if it did not run."""
     weights_id: str = ""
-    """Digest of the synced weights. Empty if nobody asked for it."""
+    """Digest of the synced weights. Empty if the sync was not asked for it."""

@@ -1,5 +1,5 @@
-"""Data sets: rows of files and the hub, prompts as token ids, each node's cache of these ids, and
-the order in which prompts are sampled.
+"""Data sets: rows of files and of the hub, prompts as token ids, each node's cache of both, and the
+order in which prompts are sampled.
 
-Not here: torch, ranks, rewards. Imports config, files, records and distributed (its heartbeat).
+Not here: torch, ranks, rewards. Imports config, files, records and distributed (startup.py).
 """

@@ -1,13 +1,15 @@
 """This module is a node's cache of results that are computed from a data set.
 
-A result is computed once for all ranks of the node and for later starts. An *entry* is one file
-with a blob of bytes, integer arrays and JSON. Its name is a *fingerprint*, a digest of all inputs.
-Nothing in an entry is executed. Beside each file lies a *note*, which has the file's `stamp` as it
-was when the entry was complete. An entry whose file has another stamp, or no note, was changed by
-somebody, and is made again. Folders must be on a disk of the node: a file that is mapped from
-another host disappears, and the rank crashes, when somebody removes it there. Likewise SIGBUS ends
-all ranks of a node if this user, who alone can, truncates an entry that they have mapped. Where no
-folder takes an entry, each rank keeps its own in memory.
+A result is computed once for all ranks of the node and for later starts. An *entry* is a file with
+a blob of bytes, integer arrays and JSON; nothing in it is executed. Its name has a *fingerprint*, a
+digest of all inputs of the result. Beside the file is a *note* with the file's `stamp` at the time
+when the entry was complete. An entry whose note is missing or has another stamp was changed by
+somebody, and is made again.
+
+Ranks memory-map entries, so the folders must be on a disk of the node: if somebody removes a file
+on another host, its mapping fails and the rank crashes. (SIGBUS would also end all ranks of the
+node if an entry were truncated, but only this user can do that.) If no folder can take an entry,
+each rank has its own in memory.
 """
 
 from __future__ import annotations
@@ -34,22 +36,22 @@ import psutil  # type: ignore[import-untyped]
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.files import UntrustedError, open_regular
 
-# This number changes with every change of the format: entries of other formats are not read.
+# Increase this with every change of the format: entries of other formats are not read.
 FORMAT = 5
-# Bytes of a data set below which each rank makes its own entry in memory, in less than a second.
+# For a data set of fewer bytes, each rank makes its own entry in memory, in less than a second.
 SMALL = 4 << 20
-# An entry ends with the length of its JSON, in so many bytes.
+# The size of the number at the end of an entry, which is the length of the JSON before it.
 _LENGTH_BYTES = 8
-# Seconds without use after which an entry is removed, when another entry is made.
+# Entries that were not used for this many seconds are removed when another entry is made.
 _KEPT_S = 30 * 86_400.0
-# Seconds without a write after which a temporary file is removed.
+# Temporary files that were not written to for this many seconds are removed.
 _ABANDONED_S = 3600.0
-# Seconds in which a file that has just changed may change again without a change of its times.
+# A file that changed less than this many seconds ago may change again and keep the same times.
 _RECENT_S = 2.0
-# Seconds after which a waiting rank logs a note; after the second bound it makes its own entry.
+# A waiting rank logs a line each _NOTE_WAIT_S seconds, and after _MAX_WAIT_S makes its own entry.
 _NOTE_WAIT_S = 60.0
 _MAX_WAIT_S = 900.0
-# File systems of this host, as the kernel calls them.
+# The kernel's names of file systems that are on this host.
 _LOCAL_FILE_SYSTEMS = {
     "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "bcachefs", "f2fs", "jfs", "tmpfs", "ramfs",
     "overlay",
@@ -57,16 +59,17 @@ _LOCAL_FILE_SYSTEMS = {
 
 
 class Entry:
-    """One cache entry, mapped from its file or in memory."""
+    """The content of a cache entry: a blob of bytes, arrays of int64, and facts in JSON."""
 
     def __init__(self, content: memoryview) -> None:
+        """`content` is the memory-mapped file of the entry, or the same bytes in memory."""
         length = int.from_bytes(content[-_LENGTH_BYTES:], "little")
         header = json.loads(bytes(content[-_LENGTH_BYTES - length : -_LENGTH_BYTES]))
         self.facts: dict[str, Any] = header["facts"]
         start = header["blob"]
         self.blob = content[:start]
         self.arrays: dict[str, memoryview] = {}
-        """Arrays of int64. They are read like lists and take no extra memory."""
+        """The int64 arrays by name. They are views of `content` and take no memory of their own."""
         for name, size in header["arrays"].items():
             self.arrays[name] = content[start : start + size].cast("q")
             start += size
@@ -75,8 +78,8 @@ class Entry:
 class EntryWriter:
     """Writes one entry of the cache.
 
-    The blob goes to the file piece by piece. `arrays` (int64) and `facts` (JSON) stay in memory and
-    are written behind the blob at the end.
+    The blob is written piece by piece. `arrays` (int64) and `facts` (JSON) are set by the caller
+    and written after the blob at the end.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -85,11 +88,11 @@ class EntryWriter:
         self.facts: dict[str, Any] = {}
 
     def add(self, piece: bytes | array[int]) -> None:
-        """Appends to the blob."""
+        """Appends a piece to the blob."""
         self._file.write(piece)
 
     def finish(self) -> None:
-        """Writes arrays and facts after the blob."""
+        """Writes `arrays` and `facts` after the blob."""
         header = {
             "blob": self._file.tell(),
             "arrays": {key: 8 * len(values) for key, values in self.arrays.items()},
@@ -99,16 +102,20 @@ class EntryWriter:
         for values in self.arrays.values():
             self._file.write(values)
         text = json.dumps(header).encode()
-        # The header comes last with its length, so that an entry can be written in one pass.
+        # The header with its length comes last, so that an entry can be written in one pass.
         self._file.write(text + len(text).to_bytes(_LENGTH_BYTES, "little"))
 
 
+# A function that computes a result and writes it to an entry.
 Make = Callable[[EntryWriter], None]
 
 
 def entry_name(kind: str, inputs: Any) -> str:
-    """Returns the name of an entry that is made from `inputs`, which must survive JSON."""
-    # The fingerprint includes FORMAT, so that a new format gets new names.
+    """Returns the file name of an entry of a `kind` that is computed from `inputs`.
+
+    `inputs` must be JSON.
+    """
+    # FORMAT is included, so that entries of a new format have new names.
     fingerprint = _hex_digest(json.dumps([FORMAT, inputs], sort_keys=True).encode(), 40)
     return f"{kind}-{fingerprint}"
 
@@ -118,7 +125,7 @@ def _hex_digest(content: bytes, length: int) -> str:
 
 
 def versions_of(*packages: str) -> list[str]:
-    """Returns the versions of packages; "" for one that is not installed."""
+    """Returns the versions of packages, "" for those that are not installed."""
     versions = []
     for package in packages:
         try:
@@ -129,11 +136,11 @@ def versions_of(*packages: str) -> list[str]:
 
 
 def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str = "") -> Entry:
-    """Returns the entry that `make` makes from `inputs`, for a data set of `num_bytes` bytes.
+    """Returns the entry for `inputs` from the cache, or else lets `make` compute it.
 
-    One process of the node makes it while the other processes wait. If `inputs` is None, there is
-    no fingerprint and the entry stays in memory. An error of `make` is raised by all processes that
-    wait for the same `source`, which the error names.
+    One process of the node computes it while the others wait. A ConfigError of `make` is raised in
+    the waiting processes, too, if their `source`, whose name is in the error, is the same. An entry
+    is not cached, but made in memory, if `inputs` is None or the data set is small (`num_bytes`).
     """
     if inputs is None or num_bytes < SMALL:
         return _make_in_memory(make)
@@ -144,7 +151,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
     entry = _find(folders, name)
     if entry is None and folders:
         with ExitStack() as stack:
-            # Without a lock each process makes an entry, and the last one stays.
+            # If locks do not work here, each process makes the entry and the last one is kept.
             with suppress(OSError):
                 lock = stack.enter_context(open(folders[0] / f"{name}.lock", "ab"))
                 _wait_for_lock(lock, name)
@@ -155,7 +162,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
                 entry = _make_on_disk(folders, name, num_bytes, make, error_name, failures)
     if entry is not None:
         return entry
-    # One rank of the node warns for all.
+    # Only the first rank of a node warns.
     if os.environ.get("LOCAL_RANK", "0") == "0":
         reasons = "; ".join([*failures, "set XDG_CACHE_HOME to a folder of this node"])
         effect = "tokenized prompts are not kept, and each rank makes its own in memory"
@@ -164,7 +171,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
 
 
 def _find(folders: list[Path], name: str) -> Entry | None:
-    """Returns an entry that is in one of the folders, and that nobody changed since it was made."""
+    """Returns an entry from the first folder that has it unchanged, or None if none has."""
     for folder in folders:
         with (
             suppress(OSError, UntrustedError),
@@ -172,7 +179,7 @@ def _find(folders: list[Path], name: str) -> Entry | None:
         ):
             if read_note(folder, name, os.fstat(file.fileno())) is not None:
                 content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                # The note's time is the time of the last use.
+                # The modification time of the note says when the entry was last used.
                 os.utime(folder / f"{name}.note")
                 return Entry(memoryview(content))
     return None
@@ -181,9 +188,10 @@ def _find(folders: list[Path], name: str) -> Entry | None:
 def _make_on_disk(
     folders: list[Path], name: str, num_bytes: int, make: Make, error_name: str, failures: list[str]
 ) -> Entry | None:
-    """Makes an entry in the first folder that takes it. Returns None if no folder does.
+    """Makes an entry in the first folder where that is possible. Returns None if there is none.
 
-    The reasons are added to `failures`. An error of `make` is stored for the processes that wait.
+    Reasons against a folder are added to `failures`. A ConfigError of `make` is stored under
+    `error_name` for the processes that wait, and raised.
     """
     for folder in folders:
         free_bytes = shutil.disk_usage(folder).free
@@ -193,17 +201,17 @@ def _make_on_disk(
         try:
             _sweep(folder)
             _replace_file(folder, name, lambda file: _write_entry(file, make))
-            # The rename changes the stamp, so the note comes after it.
+            # The note is written last, since renaming the file has changed its stamp.
             write_note(folder, name, os.stat(folder / name), "")
         except OSError as error:
             failures.append(f"{folder}: {error.strerror or error}")
             continue
-        # An error of the data is stored, so that the waiting ranks raise it without reading again.
+        # The waiting ranks raise the stored error, so that they need not read the data themselves.
         except ConfigError as error:
             with suppress(OSError):
                 _replace_text(folder, error_name, str(error))
             raise
-        # Only the rank that made the entry comes here.
+        # Only the rank that made the entry warns.
         if failures:
             reasons = "; ".join(failures)
             say(f"warning: data: tokenized prompts are kept in {folder} ({reasons})")
@@ -224,17 +232,18 @@ def _write_entry(file: BinaryIO, make: Make) -> None:
 
 
 def _replace_file(folder: Path, name: str, write: Callable[[BinaryIO], object]) -> None:
-    """Makes a file of this folder with what `write` writes; other processes see all of it or none.
+    """Creates or replaces a file with what `write` writes to it.
 
-    Raises OSError, and any error of `write`.
+    Other processes see either the old file or the whole new one. Raises OSError, and whatever
+    `write` raises.
     """
-    # Only this user can open it: mkstemp's mode is 0600.
+    # mkstemp gives the file mode 0600, so only this user can open it.
     descriptor, temporary = tempfile.mkstemp(prefix=f"{name}.", suffix=".tmp", dir=folder)
     try:
         with open(descriptor, "wb") as file:
             write(file)
             file.flush()
-            # Without fsync a power cut could leave a file of the right size and time, but empty.
+            # Without fsync, a power cut could leave a file of the right size and time, but no data.
             os.fsync(descriptor)
         os.replace(temporary, folder / name)
     except BaseException:
@@ -243,14 +252,15 @@ def _replace_file(folder: Path, name: str, write: Callable[[BinaryIO], object]) 
         raise
 
 
-# Digests of files, and notes.
+# The functions below compute digests of files, and read and write notes.
 
 
 def digest_of(path: Path) -> str:
-    """Returns the SHA-256 of a file's content. Raises OSError, UntrustedError.
+    """Returns the SHA-256 of a file's content. Raises OSError, and UntrustedError if the path is
+    not a regular file.
 
-    The digest of a large file is kept in a note with the file's `stamp`, so that not every start
-    must read the whole file.
+    The digest of a large file is kept in a note with the file's `stamp`, so that it need not be
+    read as a whole at every start.
     """
     with open_regular(path, follow=True) as file:
         state = os.fstat(file.fileno())
@@ -268,14 +278,14 @@ def digest_of(path: Path) -> str:
 
 
 def stamp(state: os.stat_result) -> list[int]:
-    """Returns numbers that change with a file's content; nobody can set the last one (the
-    ctime)."""
-    # Not the device's number, which is another one after a reboot on some file systems (btrfs).
+    """Returns numbers that change when a file's content changes. The last, the ctime, cannot be set
+    by any program."""
+    # st_dev is left out: on some file systems (btrfs) it is different after a reboot.
     return [state.st_ino, state.st_size, state.st_mtime_ns, state.st_ctime_ns]
 
 
 def read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
-    """Returns the text of the note `name` if it is about a file with the stamp of `state`."""
+    """Returns the text of the note `name`, or None if its stamp is not that of `state`."""
     try:
         with open_regular(folder / f"{name}.note") as file:
             noted_stamp, text = json.loads(file.read(4096))
@@ -285,7 +295,7 @@ def read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
 
 
 def write_note(folder: Path, name: str, state: os.stat_result, text: str) -> None:
-    """Notes that a file has the stamp of `state`. Raises OSError."""
+    """Writes a note with `text` for a file that has the stamp of `state`. Raises OSError."""
     _replace_text(folder, f"{name}.note", json.dumps([stamp(state), text]))
 
 
@@ -293,14 +303,14 @@ def _replace_text(folder: Path, name: str, text: str) -> None:
     _replace_file(folder, name, lambda file: file.write(text.encode()))
 
 
-# Folders.
+# The functions below choose the folders of the cache.
 
 
 def cache_folders(failures: list[str] | None = None) -> list[Path]:
-    """Returns this user's writable folders on this host, equal on all ranks of a node.
+    """Returns the folders that the cache may use, the same on all ranks of a node.
 
-    The cache's folder is the first, then a temporary one. The reasons why a folder cannot be used
-    are added to `failures`.
+    They are created if they do not exist: first one in the user's cache folder, then one in the
+    folder for temporary files. Reasons why one cannot be used are added to `failures`.
     """
     folders: list[Path] = []
     for folder in _candidate_folders():
@@ -310,7 +320,7 @@ def cache_folders(failures: list[str] | None = None) -> list[Path]:
                 folder.mkdir(mode=0o700)
             file_system = _file_system_of(folder)
             if not (is_own_folder(folder) and os.access(folder, os.W_OK | os.X_OK)):
-                reason = "no folder that this user alone may write to"
+                reason = "not a folder that only this user may write to"
             elif file_system not in _LOCAL_FILE_SYSTEMS:
                 reason = f"on another host ({file_system})"
             else:
@@ -322,22 +332,23 @@ def cache_folders(failures: list[str] | None = None) -> list[Path]:
 
 
 def _candidate_folders() -> Iterator[Path]:
+    """Yields the paths of folders that the cache would use, the preferred one first."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")
     if os.path.isabs(cache):
         yield Path(cache, "grpo_spmd")
     elif os.path.isabs(home):
         yield Path(home, ".cache", "grpo_spmd")
-    # There may be no temporary folder.
+    # There may be no folder for temporary files.
     with suppress(OSError):
         yield Path(tempfile.gettempdir(), f"grpo_spmd-{os.geteuid()}")
 
 
 def is_own_folder(folder: Path) -> bool:
-    """Returns whether only this user can write to a folder. Raises OSError if the folder does not
-    exist.
+    """Returns True if `folder` is a folder, not a link, to which only this user can write.
 
-    In /tmp anyone may have put a link or a folder of their own at this path.
+    In /tmp, anyone may have put a link or another folder at this path. Raises OSError if there is
+    nothing.
     """
     state = folder.lstat()
     is_private = state.st_uid == os.geteuid() and not state.st_mode & 0o022
@@ -345,7 +356,7 @@ def is_own_folder(folder: Path) -> bool:
 
 
 def is_of_this_host(folder: Path) -> bool:
-    """Returns whether a folder is on a disk of this host, and not on a network file system."""
+    """Returns True if a folder is on a disk of this host rather than on a network file system."""
     return _file_system_of(folder) in _LOCAL_FILE_SYSTEMS
 
 
@@ -362,18 +373,18 @@ def _file_system_of(folder: Path) -> str:
     return "unknown" if mount is None else str(mount.fstype)
 
 
-# Coordination between processes of the node.
+# The functions below coordinate the processes of a node.
 
 
 def _wait_for_lock(lock: BinaryIO, name: str) -> None:
-    """Waits until this process holds the lock of an entry on this node.
+    """Waits until this process holds the lock of an entry, but at most _MAX_WAIT_S.
 
-    The kernel releases the lock, also if its holder is killed. Raises OSError if the file system
-    has no locks.
+    The kernel releases a lock when its holder ends, even if it is killed. Raises OSError if the
+    file system has no locks.
     """
     start = time.monotonic()
     next_note = start + _NOTE_WAIT_S
-    # After the longest wait the holder was probably stopped, or its disk is gone.
+    # A holder that takes longer was probably stopped, or its disk is gone.
     while time.monotonic() - start <= _MAX_WAIT_S:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -386,7 +397,10 @@ def _wait_for_lock(lock: BinaryIO, name: str) -> None:
 
 
 def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> None:
-    """Raises the error that another process of this node has stored since `start`."""
+    """Raises ConfigError if another process of this node has stored an error since `start`.
+
+    `start` is the time in nanoseconds when this process began to look for the entry.
+    """
     for folder in folders:
         with (
             suppress(OSError, UntrustedError),
@@ -397,9 +411,9 @@ def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> N
 
 
 def _sweep(folder: Path) -> None:
-    """Removes entries without use for a month, and temporary files of killed processes.
+    """Removes entries that were not used for a month, and temporary files of killed processes.
 
-    A process that has mapped an old entry can still read it.
+    A process that has memory-mapped a removed entry can still read it.
     """
     time_now = time.time()
     for path in folder.iterdir():

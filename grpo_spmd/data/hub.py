@@ -1,5 +1,5 @@
-"""This module checks whether the Hugging Face hub has a name, with one short request without
-retries."""
+"""This module checks with one short request, without retries, whether a model or data set exists on
+the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError, within
 
+# Seconds to wait for the hub's answer.
 WAIT_S = 2.5
 
 
@@ -26,16 +27,17 @@ class HubAnswer(NamedTuple):
 
 
 def is_offline() -> bool:
-    """Returns whether the environment forbids requests to the hub, as huggingface_hub reads it."""
+    """Returns True if environment variables of huggingface_hub forbid requests to the hub."""
     values = (os.environ.get(name, "") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"))
     return any(value.upper() in ("1", "ON", "YES", "TRUE") for value in values)
 
 
 def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) -> None:
-    """Refuses a name that is not on the hub or that this user may not read, and a hub without an
-    answer.
+    """Raises ConfigError if a model or data set is not on the hub, if this user may not read it, or
+    if the hub does not answer.
 
-    Raises ConfigError. Only the first rank of each node asks, so that a thousand ranks do not.
+    Only the first rank of each node sends the request, so that a thousand ranks do not. `key` is
+    the config key that has the name.
     """
     command = "run `python -m grpo_spmd.prefetch --config ...` on a node with network"
     remedy = f"{command}, or give a local file or local folder"
@@ -59,20 +61,20 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
             "login`)"
         )
     if answer.status == 404 and answer.reason == "EntryNotFound":
-        # A data set without README.md is fine.
+        # For a data set, "no README.md" means that it exists.
         if is_model:
             rule = "has no config.json on the hub; a model in transformers' format has one"
             raise ConfigError(f"{key}: {name} {rule}")
-    # The hub gives the same answer for a private name and for a name that does not exist.
+    # The hub's answer is the same for a private name and for one that does not exist.
     elif answer.status in (401, 404):
-        access = "the token in use does not see it" if _token() else "set HF_TOKEN if it is private"
+        access = "the token in use cannot see it" if _token() else "set HF_TOKEN if it is private"
         rule = f"there is no {page}, or it is private"
         raise ConfigError(f"{key}: {rule}; check the name ({access}), or {remedy}")
 
 
 def ask(url: str) -> HubAnswer:
     """Returns the hub's answer to a HEAD request, after at most WAIT_S seconds."""
-    # A malformed token raises ConfigError, which must happen here and not in the thread.
+    # Called here, since a malformed token raises ConfigError, which must not happen in the thread.
     token = _token()
 
     def request() -> HubAnswer:
@@ -81,7 +83,7 @@ def ask(url: str) -> HubAnswer:
         try:
             with urllib.request.build_opener(_NoRedirect()).open(head, timeout=WAIT_S) as response:
                 return HubAnswer(response.status, "")
-        # Redirects come here too; they say that the name exists.
+        # A redirect comes here, too; it means that the name exists.
         except urllib.error.HTTPError as error:
             return HubAnswer(error.code, error.headers.get("X-Error-Code", ""))
         # ValueError: HF_ENDPOINT is no URL.
@@ -89,19 +91,24 @@ def ask(url: str) -> HubAnswer:
             return HubAnswer(None, str(getattr(error, "reason", error)))
 
     try:
-        # The request runs in a thread, because the resolution of names has no timeout.
+        # The request runs in a thread, because a DNS lookup has no timeout.
         return within(WAIT_S, request)
     except TimeoutError:
         return HubAnswer(None, f"within {WAIT_S:g} s")
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Makes urllib raise HTTPError for a redirect and not follow it."""
+
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
 def _token() -> str:
-    """Returns the user's token, found as huggingface_hub does without importing it; "" for none."""
+    """Returns the user's token from where huggingface_hub looks for it, or "" if there is none.
+
+    huggingface_hub itself is not imported here.
+    """
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
         if os.environ.get(name, "").strip():
             return _checked_token(os.environ[name], name)
@@ -114,9 +121,9 @@ def _token() -> str:
 
 
 def _checked_token(token: str, origin: str) -> str:
-    """Returns the token without line breaks, as huggingface_hub does. Raises ConfigError.
+    """Returns the token without line breaks, as huggingface_hub does.
 
-    An HTTP client's own error would quote a malformed token.
+    Raises ConfigError for a malformed token: an HTTP client's own error would show it.
     """
     token = re.sub(r"[\r\n]", "", token).strip()
     if not re.fullmatch(r"[!#-&(-~]*", token):

@@ -1,8 +1,8 @@
-"""This module decides the order of prompts, with a shuffled stream and with a stream for tail
-batching.
+"""This module has the streams of prompts, which decide their order: a shuffled stream, and one for
+tail batching.
 
-A *position* counts the prompts of the stream from 0 over all epochs. Streams are equal on all
-ranks.
+A *position* is the index of a prompt in the endless stream, counted from 0 over all epochs. The
+streams of all ranks are in the same state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from grpo_spmd.records import Prompt
 
 
 class PromptStream:
-    """An endless stream of shuffled prompts, each exactly once in an epoch.
+    """An endless stream of shuffled prompts, with each prompt exactly once in an epoch.
 
-    The order depends on (seed, position) alone, not on the world size.
+    The prompt at a position depends only on the seed and the position, not on the world size.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool, position: int = 0
     ) -> None:
+        """`position` is where the stream begins. Without `shuffle` prompts are in their order."""
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
@@ -37,30 +38,30 @@ class PromptStream:
 
     @property
     def epoch(self) -> float:
-        """The number of prompts that were drawn, divided by those of the data set."""
+        """The number of prompts that were taken, divided by the number in the data set."""
         return self.position / len(self._prompts)
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Returns the next prompts; every rank must take the same number."""
+        """Returns the next `num_prompts` prompts. Every rank must take the same number."""
         start = self.position
         self.position += num_prompts
         return [self.at(position) for position in range(start, self.position)]
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps besides the position."""
+        """Returns the state that a checkpoint stores besides the position: nothing."""
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the step's prompts, equal on all ranks."""
+        """Returns the metrics of the step's prompts: none."""
         return {}
 
     def at(self, position: int) -> Prompt:
-        """Returns the prompt at a position, which counts over all epochs."""
+        """Returns the prompt at a position of the stream."""
         epoch, offset = divmod(position, len(self._prompts))
         if self._order_epoch != epoch:
             order: Sequence[int] = range(len(self._prompts))
             if self._shuffle:
-                # 8 bytes a row on each rank, where a list has 40.
+                # An array takes 8 bytes a row on each rank, a list 40.
                 shuffled = array("q", order)
                 random.Random(f"{self._seed}/{epoch}").shuffle(shuffled)
                 order = shuffled
@@ -72,20 +73,22 @@ class PromptStream:
 class TailStream:
     """A PromptStream for tail batching (RollPacker, NSDI '26).
 
-    A *short round* launches more prompts than a step needs. The slow prompts are left and wait for
-    a *long round*. Each position is dealt until it is trained on, and never after that. No prompt
-    waits beyond the end of its epoch: while one waits, prompts of the next epoch only fill the step
-    that ends the epoch, as without tail batching.
+    A *short round* starts more prompts than its step needs; those that are not finished when the
+    step is full are put off, and wait for a *long round*, which starts only as many prompts as its
+    step needs. So each position is taken again until it is trained on, and then never again.
+    No prompt waits beyond the end of its epoch: as long as one waits, prompts of the next epoch are
+    taken only to fill the step that ends the epoch, as without tail batching.
     """
 
     def __init__(
         self, stream: PromptStream, num_rows: int, num_launched: int, waiting: Sequence[int] = ()
     ) -> None:
-        """`stream` has all `num_rows` prompts and stands at the first prompt that was not dealt.
+        """`stream` has all `num_rows` prompts, and is at the first position never taken before.
 
-        `num_launched` is the number of prompts of a short round; if a step needs as many, there are
-        no short rounds. `waiting` are the positions that the run has left. Raises ConfigError for
-        positions that it cannot have left.
+        `num_launched` is the number of prompts that a short round starts. If a step needs as many
+        as that, there are no short rounds. `waiting` are the positions of the prompts that were put
+        off before the checkpoint from which the run resumes. Raises ConfigError if they are not
+        ascending positions before that of the stream.
         """
         self._stream = stream
         self._num_rows = num_rows
@@ -94,25 +97,25 @@ class TailStream:
         self._round_metrics: dict[str, float] = {}
         if [*self._waiting, self.position] != sorted({*self._waiting, self.position}):
             raise ConfigError(
-                "checkpoint.resume: trainer.json: waiting must hold places of the prompt stream "
-                "before its position, in order; take another checkpoint"
+                "checkpoint.resume: trainer.json: waiting must hold positions of the prompt stream "
+                "before its own, in order; take another checkpoint"
             )
 
     @property
     def position(self) -> int:
-        """Returns the position of the next prompt that was never dealt."""
+        """The position of the next prompt that was never taken."""
         return self._stream.position
 
     @property
     def epoch(self) -> float:
-        """The number of prompts that were trained on, divided by those of the data set."""
+        """The number of prompts that were trained on, divided by the number in the data set."""
         return (self.position - len(self._waiting)) / self._num_rows
 
     def take(self, num_prompts: int) -> list[Prompt]:
-        """Returns the prompts of the next step.
+        """Returns the prompts of the next step, which trains on `num_prompts`.
 
-        A short round takes the next `num_launched`, more than a step trains on; those whose groups
-        finish last wait. A long round takes `num_prompts`, those that wait first.
+        A short round takes the next `num_launched` prompts of the stream. Any other round takes
+        `num_prompts`: first those that wait, then the next of the stream.
         """
         is_long = len(self._waiting) >= num_prompts
         self._round_metrics = {
@@ -125,22 +128,22 @@ class TailStream:
         fits = num_prompts < self._num_launched <= num_left_in_epoch
         if fits and not is_long and not has_old:
             return self._stream.take(self._num_launched)
-        # In a long round, or one that ends the epoch, waiting prompts come first: they are oldest.
+        # In a long round, or one that ends the epoch, the waiting prompts come first.
         slow = self._waiting[:num_prompts]
         self._waiting = self._waiting[num_prompts:]
         slow_prompts = [self._stream.at(position) for position in slow]
         return slow_prompts + self._stream.take(num_prompts - len(slow))
 
     def leave(self, prompts: Sequence[Prompt], metrics: Mapping[str, float]) -> None:
-        """Leaves the prompts of a short round that were not finished when the step was full.
+        """Puts off the prompts of a short round that were not finished when the step was full.
 
-        `prompts` are equal on all ranks; `metrics` are the round's.
+        All ranks must pass the same `prompts`. `metrics` are further metrics of the round.
         """
         self._waiting += sorted(prompt.position for prompt in prompts)
         self._round_metrics |= metrics
 
     def state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps besides the position."""
+        """Returns the state that a checkpoint stores besides the position."""
         return {"waiting": list(self._waiting)}
 
     def metrics(self) -> dict[str, float]:

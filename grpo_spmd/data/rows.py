@@ -1,8 +1,8 @@
 """This module reads rows from jsonl files, parquet files and the Hugging Face hub.
 
-Each row must have a usable prompt. Rows of a large data set are read once on a node and stay in a
-file of its cache (cache.py): each is decoded when it is needed. Every row is checked when it is
-read. The module needs neither torch nor a tokenizer.
+Each row is checked when it is read, and must have a usable prompt. The rows of a large data set are
+read once on a node and kept in a file of its cache (cache.py), from which a row is decoded when it
+is needed. The module needs neither torch nor a tokenizer.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from grpo_spmd.data.cache import Entry, EntryWriter, digest_of, load_or_make, st
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.files import reject_duplicates
 
-# A column in a template. str.format is not used: many prompts contain braces, and LaTeX's
-# \boxed{answer} is no column.
+# Matches the column {name} in a template; group 1 is a LaTeX command before it (\boxed{answer}), in
+# which case it is no column. str.format is not used, since many prompts contain other braces.
 _COLUMN = re.compile(r"(\\\w+)?\{(\w+)\}")
 Messages = list[dict[str, Any]]
-# The number of rows of a parquet file that are in memory at a time.
+# The number of rows of a parquet file that are read into memory at a time.
 _NUM_PARQUET_ROWS = 1024
 # The number of cached rows that are decoded together.
 _NUM_DECODED_ROWS = 256
-# A column in other notations than {name}: jinja's, str.format's fields and escapes.
+# Matches a column in jinja's notation {{ name }}, with blanks, or with a format of str.format.
 _FOREIGN_COLUMN = re.compile(
     r"\{\{\s*(\w+)\s*\}\}|\{\s+(\w+)\s*\}|\{(\w+)\s+\}|\{(\w+)(?:[.\[!:][^{}\n]*)\}"
 )
@@ -47,39 +47,39 @@ class PromptRow:
 
     prompt: str | Messages
     columns: dict[str, Any]
-    """The other columns."""
+    """The columns other than the prompt's."""
     where: str
-    """The place of the row as file:line or file:row, for messages."""
+    """The row's file and line, or hub name and row number, for messages."""
 
 
 class SourceRow(NamedTuple):
-    """One row in the form of its source."""
+    """One row as it was read, before its prompt is made."""
 
     number: int
     record: dict[str, Any]
     line: bytes | None
-    """The row's line of JSON, if the source has lines."""
+    """The row's line of a jsonl file; None for other sources."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that was found, but not read yet."""
+    """A data set that exists, but has not been read yet."""
 
     prefix: str
     """The beginning of `PromptRow.where`; the row's number follows."""
     read: Callable[[], Iterator[SourceRow]]
-    """A function that yields the rows. It raises ConfigError."""
+    """A function that yields the rows. Raises ConfigError if it cannot read one."""
     inputs: Any
-    """Values that identify the content, for a fingerprint; None if nothing identifies it."""
+    """Values that identify the content, for the cache; None if the data cannot be cached."""
     num_bytes: int
 
 
 @dataclass
 class Overview:
-    """Facts of all rows together, for the checks."""
+    """Facts about all rows of a data set, for the checks."""
 
     columns: dict[str, None] = field(default_factory=dict)
-    """Names of the columns, in the order of their first row."""
+    """Names of the columns (a dict keeps the order in which they first occur)."""
     sizes: array[int] = field(default_factory=lambda: array("q"))
     """The number of characters of each prompt."""
     first_chat: int | None = None
@@ -89,7 +89,7 @@ class Overview:
 
 
 class CachedRows(Sequence[PromptRow]):
-    """The rows in an entry of the node's cache."""
+    """The rows of a data set, decoded on access from an entry of the node's cache."""
 
     def __init__(
         self,
@@ -98,7 +98,8 @@ class CachedRows(Sequence[PromptRow]):
         inputs: Any,
         make_row: Callable[[dict[str, Any], str], PromptRow],
     ) -> None:
-        """`inputs` identify the rows, for a fingerprint; None if nothing identifies them."""
+        """`inputs` are the values that identify the rows, for the cache; None if they cannot be
+        cached. `make_row` is `_make_row` with its config."""
         self.inputs = inputs
         self.prefix = source.prefix
         self.num_bytes = source.num_bytes
@@ -128,7 +129,7 @@ class CachedRows(Sequence[PromptRow]):
             yield from self[start : start + _NUM_DECODED_ROWS]
 
     def _decode(self, indices: Sequence[int]) -> list[PromptRow]:
-        """Returns some rows, decoded as one JSON list, which takes half the time."""
+        """Returns the rows at some indices. Decoding them as one JSON list halves the time."""
         lines = b",".join([self._blob[self._bounds[i] : self._bounds[i + 1]] for i in indices])
         records = json.loads(f"[{str(lines, 'utf-8')}]")
         return [
@@ -140,7 +141,7 @@ class CachedRows(Sequence[PromptRow]):
 def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
     """Returns (key, source): a data set's config key, for messages, and its file or hub name.
 
-    With `eval_set` None it is the training set.
+    If `eval_set` is None, this is the training set.
     """
     if eval_set is None:
         return "data.train", config.train
@@ -151,8 +152,10 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
 def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[PromptRow]:
     """Returns all rows of `data.train`, or of a set of `data.eval`.
 
-    The first process of a node reads them into a cache on its disk, which the others map. Raises
-    ConfigError, which names file:line or file:row, for a file or a row that cannot be read.
+    The first process of a node reads them into a file of the node's cache, which the others
+    memory-map. Rows with values that JSON cannot hold (dates, bytes, images) are not cached: each
+    process reads them into its memory. Raises ConfigError, which names the file and line or row, if
+    a file or a row cannot be read.
     """
     key, name = key_and_source(config, eval_set)
     if name.startswith("hub:"):
@@ -165,13 +168,12 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
             f"{name!r}{_conversion_hint(name)}"
         )
     make_row = functools.partial(_make_row, config=config)
-    # A row depends on the data and on these settings, and on nothing else.
-    keys = [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
-    inputs = None if source.inputs is None else [source.inputs, keys]
+    # A row depends on its source and on these settings only.
+    settings = [config.prompt_key, config.prompt_template, config.as_chat, config.system_prompt]
+    inputs = None if source.inputs is None else [source.inputs, settings]
     make = functools.partial(_write_rows, source=source, make_row=make_row)
     entry = load_or_make("rows", inputs, source.num_bytes, make, source.prefix)
     if not entry.facts["is_json"]:
-        # JSON cannot hold dates, bytes and images, so each rank keeps these rows in memory.
         return [make_row(row.record, f"{source.prefix}{row.number}") for row in source.read()]
     return CachedRows(entry, source, inputs, make_row)
 
@@ -179,8 +181,12 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
 def _write_rows(
     writer: EntryWriter, source: Source, make_row: Callable[[dict[str, Any], str], PromptRow]
 ) -> None:
-    """Reads and writes all rows. Raises ConfigError for a row without a usable prompt."""
-    # The line of row i is in the blob from bounds[i] to bounds[i + 1].
+    """Reads all rows of a source and writes them to a cache entry as lines of JSON.
+
+    Stops at the first row that JSON cannot hold, and sets the fact "is_json" to False. Raises
+    ConfigError for a row without a usable prompt.
+    """
+    # The bytes bounds[i] to bounds[i + 1] of the blob are the line of row i.
     bounds = array("q", [0])
     numbers = array("q")
     writer.facts["is_json"] = True
@@ -207,7 +213,7 @@ def _write_rows(
 
 
 def _is_json(value: Any) -> bool:
-    """Returns whether a value comes back from JSON unchanged, also in type."""
+    """Returns True if a value survives JSON: decoded, it is the same, also in type."""
     kind = type(value)
     if kind is dict:
         return all(type(name) is str for name in value) and all(map(_is_json, value.values()))
@@ -217,7 +223,7 @@ def _is_json(value: Any) -> bool:
 
 
 def overview_of(rows: Iterable[PromptRow]) -> Overview:
-    """Returns the facts of all rows together."""
+    """Returns the Overview of a data set; for CachedRows, without reading the rows again."""
     if isinstance(rows, CachedRows):
         return rows.overview
     overview = Overview()
@@ -231,7 +237,7 @@ def overview_of(rows: Iterable[PromptRow]) -> Overview:
         overview.sizes.append(num_chars)
         if not row.columns.keys() <= overview.columns.keys():
             overview.columns |= dict.fromkeys(row.columns)
-        # It is an error only when the rows are checked.
+        # Only remember the row here; check_prompts raises the error later.
         if overview.first_refused is None:
             try:
                 check_row(row)
@@ -243,10 +249,11 @@ def overview_of(rows: Iterable[PromptRow]) -> Overview:
 def cached_result(
     kind: str, rows: Sequence[PromptRow], inputs: Any, compute: Callable[[], Any]
 ) -> Any:
-    """Returns the result of `compute` on the rows, computed once on a node until an input changes.
+    """Returns the result of `compute`, from the node's cache if it was computed for these rows and
+    `inputs` before.
 
-    The result must survive JSON and may depend on the rows and on `inputs` alone. Errors are
-    raised.
+    The result must survive JSON, and depend on nothing but the rows and `inputs`. `kind` names it
+    in the cache. Raises whatever `compute` raises.
     """
     if not isinstance(rows, CachedRows) or rows.inputs is None:
         return compute()
@@ -258,11 +265,11 @@ def cached_result(
     return entry.facts["said"]
 
 
-# From a record to a usable prompt.
+# The functions below turn a record into a row with a usable prompt.
 
 
 def _make_row(record: dict[str, Any], location: str, config: DataConfig) -> PromptRow:
-    """Returns the row of a record. Raises ConfigError for a prompt that cannot be used."""
+    """Returns a record as a PromptRow. Raises ConfigError if its prompt cannot be used."""
     prompt = _prompt_of(record, location, config)
     if isinstance(prompt, str) and (config.as_chat or config.system_prompt):
         prompt = [{"role": "user", "content": prompt}] if prompt else []
@@ -280,13 +287,18 @@ def _make_row(record: dict[str, Any], location: str, config: DataConfig) -> Prom
 
 
 def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any:
+    """Returns the prompt column of a record, or the template filled with its columns.
+
+    Raises ConfigError if a column is missing, or null in a template.
+    """
+
     def column(name: str, key: str) -> Any:
         if name not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{location}: no column {name!r} ({key}); the columns are {columns}")
         return record[name]
 
-    # Without a template the column is the prompt: text or messages.
+    # Without a template, the prompt column is the prompt: a string or a list of messages.
     if config.prompt_template is None:
         return column(config.prompt_key, "data.prompt_key")
 
@@ -300,7 +312,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
 
 
 def fill_columns(template: str, text_of: Callable[[str], str]) -> str:
-    """Returns a template with the text of each column that it names in braces."""
+    """Returns a template in which each column name in braces is replaced by `text_of(name)`."""
 
     def fill(match: re.Match[str]) -> str:
         return match[0] if match[1] is not None else text_of(match[2])
@@ -314,6 +326,10 @@ def columns_of(template: str) -> set[str]:
 
 
 def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Messages:
+    """Returns a prompt's messages, after data.system_prompt if they have no system message.
+
+    Raises ConfigError if `prompt` is not a list of messages.
+    """
     if not isinstance(prompt, list) or not all(map(_is_message, prompt)):
         raise ConfigError(
             f"{location}: the prompt in column {config.prompt_key!r} must be a string or a list "
@@ -333,7 +349,7 @@ def _is_message(value: Any) -> bool:
 
 
 def _is_unicode(prompt: str | Messages) -> bool:
-    """Returns False for half a surrogate pair ("\\ud800"), which no tokenizer takes."""
+    """Returns False if the prompt has a lone surrogate ("\\ud800"), which no tokenizer accepts."""
     text = prompt
     if not isinstance(text, str):
         text = json.dumps(prompt, ensure_ascii=False, default=str)
@@ -344,15 +360,19 @@ def _is_unicode(prompt: str | Messages) -> bool:
     return True
 
 
-# Files and the hub.
+# The functions below find and read files and data sets of the hub.
 
 
 def _find_file(path: Path, key: str) -> Source:
+    """Returns the Source of a jsonl or parquet file, or of a folder of parquet files.
+
+    Raises ConfigError if it cannot be opened.
+    """
     is_jsonl = path.name.endswith(".jsonl")
     inputs = None
     try:
         state = path.stat()
-        # A folder of parquet files and a fifo have no fingerprint: they are read at each start.
+        # A folder of parquet files or a fifo is not cached, but read at each start.
         is_file = stat.S_ISREG(state.st_mode)
         if is_file:
             versions = [] if is_jsonl else versions_of("pyarrow")
@@ -379,6 +399,7 @@ def _read_error(path: Path, key: str, error: OSError) -> ConfigError:
 
 
 def _read_jsonl(path: Path) -> Iterator[SourceRow]:
+    """Yields the rows of a jsonl file; its empty lines are skipped."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
@@ -387,17 +408,22 @@ def _read_jsonl(path: Path) -> Iterator[SourceRow]:
 
 
 def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
+    """Returns the JSON object on line `number` of a jsonl file.
+
+    Raises ConfigError if it is not a JSON object in UTF-8, or has a name twice.
+    """
     array_hint = ""
     if line.lstrip()[:1] == b"[":
         example = _conversion_hint("in.json")
         array_hint = f"; a JSON array? jsonl has one object a line{example}"
     try:
-        # Some editors write a mark at the start of a file.
+        # Some editors write a byte order mark at the start of a file; utf-8-sig skips it.
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         record = json.loads(text, object_pairs_hook=reject_duplicates)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{location}: not UTF-8: {error}") from None
-    # Also too deep; a number of more digits than Python reads.
+    # This includes JSON that is nested too deeply, or has a number of more digits than Python
+    # converts.
     except (RecursionError, ValueError) as error:
         reason = str(error).replace(": line 1 column", " at column")
         raise ConfigError(f"{location}: not valid JSON: {reason}{array_hint}") from None
@@ -408,8 +434,10 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
 
 
 def _conversion_hint(source: str) -> str:
-    """Returns instructions to convert `source` to a readable format, or "" if the format is
-    unknown."""
+    """Returns the end of an error message that says how to turn `source` into something readable.
+
+    Returns "" if `source` has no known format.
+    """
     readers = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}
     reader = readers.get(Path(source).suffix)
     if reader:
@@ -418,16 +446,17 @@ def _conversion_hint(source: str) -> str:
             f"{source} > {Path(source).stem}.jsonl"
         )
     if Path(source).is_dir():
-        return "; it is a folder: give a file of it (datasets.load_from_disk and to_parquet)"
-    return f"; of the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
+        return "; it is a folder: give a file in it (datasets.load_from_disk and to_parquet)"
+    return f"; on the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
-    """Yields the rows of a file page by page, since a row group may be the whole file.
+    """Yields the rows of a parquet file, or of a folder of parquet files.
 
-    A folder is in memory as a whole.
+    A file is read in small batches, since one row group may be the whole file. A folder is read
+    into memory as a whole.
     """
-    # Imported late: data in jsonl needs no pyarrow.
+    # Imported late, since jsonl data needs no pyarrow.
     import pyarrow
     import pyarrow.parquet
 
@@ -440,18 +469,22 @@ def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
             names = file.schema_arrow.names
             duplicates = sorted({name for name in names if names.count(name) > 1})
             if duplicates:
-                raise ValueError(f"the column {duplicates[0]!r} is there twice")
+                raise ValueError(f"it has the column {duplicates[0]!r} twice")
             batches = file.iter_batches(_NUM_PARQUET_ROWS, use_threads=False)
         records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
         for number, record in enumerate(records):
             yield SourceRow(number, record, None)
-    # ValueError: also a text column that is not UTF-8.
+    # ValueError: a duplicate column, or a text column that is not UTF-8.
     except (pyarrow.ArrowException, ValueError) as error:
         raise ConfigError(f"{key}: {path} cannot be read as parquet: {error}") from None
 
 
 def _find_hub(source: str, key: str) -> Source:
-    # A split may hold a colon: train[:100].
+    """Returns the Source of a data set on the hub, which datasets downloads or has in its cache.
+
+    `source` is hub:REPO:SUBSET:SPLIT. Raises ConfigError if the data set cannot be loaded.
+    """
+    # A split may contain a colon: train[:100].
     fields = source.split(":", 3)
     if len(fields) != 4 or not fields[1] or not fields[3]:
         raise ConfigError(
@@ -461,16 +494,16 @@ def _find_hub(source: str, key: str) -> Source:
     need_datasets(source, key)
     if not is_offline() and not _is_cached(repo):
         check_reachable("datasets", repo, key)
-    # Imported late: the package is optional, and slow to import.
+    # Imported late, since the package is optional and slow to import.
     import datasets
 
     try:
         dataset = datasets.load_dataset(repo, subset or None, split=split)
-    # The library raises many types for "not found", "no network", "no such split".
+    # The library raises exceptions of many types for "not found", "no network", "no such split".
     except Exception as error:
         remedy = ""
         if is_offline():
-            remedy = "; `python -m grpo_spmd.prefetch` brings it where there is network"
+            remedy = "; `python -m grpo_spmd.prefetch` downloads it where there is network"
         raise ConfigError(
             f"{key}: cannot load {source}: {type(error).__name__}: {error}{remedy}"
         ) from None
@@ -489,25 +522,27 @@ def _find_hub(source: str, key: str) -> Source:
 
 
 def _is_cached(repo: str) -> bool:
-    """Returns whether datasets has cached some part of it; only datasets knows if that is
-    enough."""
+    """Returns True if the cache of datasets has a folder for `repo`, or `repo` is a local path.
+
+    Only datasets itself knows whether the cached part is enough.
+    """
     home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
     folder = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets")
     return (folder / repo.replace("/", "___")).is_dir() or Path(repo).exists()
 
 
-# Checks of sources and rows.
+# The functions below check sources and rows.
 
 
 def check_source(key: str, source: str) -> None:
-    """Raises ConfigError for a URL: only files and the hub are read."""
+    """Raises ConfigError if `source` is a URL, since only files and the hub are read."""
     if not re.match(r"\w+://", source):
         return
     hub = re.match(r"(?:hf://|https://huggingface\.co/)datasets/([\w.-]+/[\w.-]+)", source)
     remedy = "download it, and give the file's path"
     if hub:
-        remedy = f"of the hub: hub:{hub[1]}::train"
-    raise ConfigError(f"{key}: addresses are not read; {remedy}; got {source!r}")
+        remedy = f"on the hub: hub:{hub[1]}::train"
+    raise ConfigError(f"{key}: URLs are not read; {remedy}; got {source!r}")
 
 
 def check_enough_rows(
@@ -518,8 +553,11 @@ def check_enough_rows(
     num_dropped: int = 0,
     eval_set: str | None = None,
 ) -> None:
-    """Raises ConfigError for a training set that cannot fill a step, and an eval set without a
-    prompt."""
+    """Raises ConfigError for a training set that has too few prompts for a step, and for an
+    evaluation set that has none.
+
+    `num_rows` does not count the `num_dropped` prompts that are too long.
+    """
     key, source = key_and_source(config, eval_set)
     note = ""
     if num_dropped:
@@ -538,7 +576,8 @@ def check_enough_rows(
 def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
     """Raises ConfigError, which names file:line, for prompts that are surely a mistake.
 
-    They would show the model the answer, JSON as text, or a column that was not filled in.
+    For instance, they would show the model the answer, JSON as text, or the name of a column that
+    the template did not fill in.
     """
     if rows and config.prompt_template:
         for match in _FOREIGN_COLUMN.finditer(config.prompt_template):
@@ -554,7 +593,7 @@ def check_prompts(rows: Sequence[PromptRow], config: DataConfig) -> None:
 
 
 def check_row(row: PromptRow) -> None:
-    """Raises ConfigError for a prompt that is surely a mistake; takes about a microsecond."""
+    """Raises ConfigError if a prompt is surely a mistake. Takes about a microsecond."""
     if isinstance(row.prompt, str):
         _check_text(row.prompt, row.where)
     else:
@@ -562,16 +601,18 @@ def check_row(row: PromptRow) -> None:
 
 
 def _check_text(text: str, location: str) -> None:
+    """Raises ConfigError for a blank text, and for chat messages that were encoded as JSON text."""
     if not text.strip():
         raise ConfigError(f"{location}: the prompt is nothing but white space")
     if text.lstrip()[:1] == "[" and '"role"' in text and _is_json_messages(text):
         raise ConfigError(
-            f"{location}: the prompt is a JSON text of chat messages, and would be shown as such; "
-            "make it a list in the file (json.loads)"
+            f"{location}: the prompt is a JSON text of chat messages, and the model would see that "
+            "text; make it a list in the file (json.loads)"
         )
 
 
 def _is_json_messages(text: str) -> bool:
+    """Returns True if a text is a JSON list of chat messages."""
     try:
         value = json.loads(text)
     except (RecursionError, ValueError):
@@ -582,6 +623,7 @@ def _is_json_messages(text: str) -> bool:
 
 
 def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
+    """Raises ConfigError if messages are blank, or end with the assistant's answer."""
     last_message = messages[-1]
     if last_message["role"] == "assistant":
         raise ConfigError(
@@ -600,6 +642,7 @@ def _check_messages(messages: Sequence[dict[str, Any]], location: str) -> None:
 
 
 def _block_texts(blocks: list[Any], location: str) -> Iterator[str]:
+    """Yields the texts of a message's content blocks. Raises ConfigError for other blocks."""
     for block in blocks:
         kind = block.get("type", "text") if isinstance(block, dict) else type(block).__name__
         if kind != "text":

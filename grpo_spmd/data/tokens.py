@@ -1,6 +1,6 @@
 """This module turns prompts into token ids.
 
-Prompts are tokenized in batches, checked in the same pass and kept in the node's cache.
+Prompts are tokenized in batches, checked in the same pass, and kept in the node's cache.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from grpo_spmd.data.rows import CachedRows, PromptRow, check_enough_rows
 from grpo_spmd.distributed import startup
 from grpo_spmd.records import Prompt
 
-# Rows that are tokenized together.
+# The number of rows that are tokenized together.
 _BATCH = 1024
 # The modules of transformers whose classes every tokenizer inherits from.
 _TRANSFORMERS_BASE = "transformers.tokenization_utils"
-# The int32 token ids of one prompt, which take 4 bytes each.
+# The token ids of one prompt as int32.
 Tokens: TypeAlias = "array[int]"
 
 
 class Prompts(Sequence[Prompt]):
-    """The rows that are not too long, with their tokens.
+    """The prompts of a data set that are not too long, with their tokens, from a cache entry.
 
-    The `position` of a prompt is its row number; the stream sets it to the prompt's place in the
-    stream.
+    An index counts these prompts. `Prompt.row` counts all rows of the data set. `Prompt.position`
+    is the row, too, until PromptStream replaces it by the position in the stream.
     """
 
     def __init__(self, rows: Sequence[PromptRow], entry: Entry) -> None:
         self._rows = rows
         self._token_ids = entry.blob.cast("i")
+        # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         self._bounds = entry.arrays["bounds"]
+        # The row number of each prompt.
         self._numbers = entry.arrays["numbers"]
         self.digests: tuple[str, str] = (entry.facts["tokens"], entry.facts["rows"])
         """The result of `digests_of` for these prompts."""
@@ -49,11 +51,11 @@ class Prompts(Sequence[Prompt]):
 
     def __getitem__(self, index: Any) -> Any:
         """Returns the Prompt at an index, or the list of those in a slice."""
-        indices = range(len(self))[index]
-        if not isinstance(indices, int):
-            return [self[i] for i in indices]
-        number = self._numbers[indices]
-        token_ids = self._token_ids[self._bounds[indices] : self._bounds[indices + 1]].tolist()
+        i = range(len(self))[index]
+        if not isinstance(i, int):
+            return [self[j] for j in i]
+        number = self._numbers[i]
+        token_ids = self._token_ids[self._bounds[i] : self._bounds[i + 1]].tolist()
         row = self._rows[number]
         return Prompt(
             position=number,
@@ -67,10 +69,10 @@ class Prompts(Sequence[Prompt]):
 def _digest(
     rows: Iterable[tuple[int, dict[str, Any], Sequence[int]]], *, with_tokens: bool
 ) -> tuple[str, str]:
-    """Does the same as `digests_of`, for rows as (row number, columns, tokens)."""
+    """Returns the digests of `digests_of` for rows given as (row number, columns, tokens)."""
     token_digest = hashlib.sha256()
     row_digest = hashlib.sha256()
-    # One encoder serves all rows; json.dumps would make one for each.
+    # One encoder is used for all rows; json.dumps would create one for each.
     encode = json.JSONEncoder(sort_keys=True, default=str).encode
     for number, columns, token_ids in rows:
         token_digest.update(array("q", [len(token_ids), *token_ids]))
@@ -80,10 +82,10 @@ def _digest(
 
 
 def digests_of(prompts: Sequence[Prompt], *, with_tokens: bool) -> tuple[str, str]:
-    """Returns (SHA-256 of the tokens, SHA-256 of the rows' columns), which identify data in
-    checkpoints.
+    """Returns (SHA-256 of the tokens, SHA-256 of the rows' columns), by which a checkpoint
+    recognizes its data.
 
-    With `with_tokens` (for a set of `data.eval`) the second digest covers the tokens too.
+    If `with_tokens` (for a set of `data.eval`), the second digest includes the tokens.
     """
     if isinstance(prompts, Prompts):
         return prompts.digests
@@ -98,16 +100,18 @@ def build_prompts(
     per_step: int,
     eval_set: str | None = None,
 ) -> Prompts:
-    """Returns the prompts of all rows, tokenized once on a node until data, tokenizer or limits
-    change.
+    """Returns the prompts of all rows, tokenized unless the node's cache has them for the same
+    data, tokenizer and limits.
 
     Strings are encoded as they are, messages through the chat template with a generation prompt.
-    Raises ConfigError for a prompt that is too long, messages without a chat template, and too few
-    prompts for a step (none for a set of `data.eval`).
+    Prompts over data.max_prompt_tokens are dropped, or raise ConfigError if data.on_long_prompt is
+    "error". Raises ConfigError, too, for messages without a chat template, and if there are fewer
+    prompts than `per_step` (for a set of `data.eval`: none).
     """
     is_eval = eval_set is not None
 
     def make(writer: EntryWriter) -> None:
+        """Writes a cache entry with the tokens of all prompts that are not too long."""
         # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         bounds = array("q", [0])
         numbers = array("q")
@@ -125,8 +129,8 @@ def build_prompts(
                 numbers.append(number)
                 yield number, row.columns, token_ids
 
-        # To read `write()` to its end fills the entry. The digests are stored with it, so that
-        # saving a checkpoint need not read all prompts.
+        # _digest reads `write()` to its end, which writes the entry. The digests are stored in it,
+        # so that saving a checkpoint need not read all prompts.
         digests = _digest(write(), with_tokens=is_eval)
         writer.facts["tokens"], writer.facts["rows"] = digests
         writer.arrays.update(bounds=bounds, numbers=numbers)
@@ -148,16 +152,16 @@ def build_prompts(
 
 
 def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
-    """Returns the inputs that decide a tokenizer's tokens.
+    """Returns everything that determines a tokenizer's tokens, as a part of the cache key.
 
-    Returns None for a tokenizer written in Python, which may do anything.
+    Returns None for a tokenizer written in Python, whose tokens may depend on anything.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
     template = getattr(tokenizer, "chat_template", None)
-    # Truncation and padding stand before the added tokens in the text. They are left out: the first
-    # use of the tokenizer sets them, and they do not change the tokens here.
+    # Take the JSON from the added tokens on. Before them are truncation and padding, which the
+    # tokenizer's first use changes and which do not matter here.
     content = backend.to_str().partition('"added_tokens"')[2]
     tokenizer_class = type(tokenizer)
     return [
@@ -166,14 +170,14 @@ def _tokenizer_inputs(tokenizer: Any) -> list[Any] | None:
         template,
         {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
         bool(getattr(tokenizer, "split_special_tokens", False)),
-        # A template may write the date: its prompts are valid for one day.
+        # A template may insert the date; its prompts are then valid for one day.
         time.strftime("%Y-%m-%d") if "strftime_now" in str(template) else "",
         versions_of("transformers", "tokenizers", "jinja2"),
     ]
 
 
 def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, PromptRow, Tokens]]:
-    """Yields (row number, row, its tokens).
+    """Yields (row number, row, tokens) for all rows.
 
     Raises ConfigError for the first row that cannot be tokenized.
     """
@@ -185,7 +189,7 @@ def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, 
         except BaseException as error:
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            # One by one, to find the first that fails.
+            # Tokenize the rows one by one, to name the first that fails.
             tokens = (_tokenize_row(row, tokenizer) for row in batch)
         yield from zip(range(start, start + len(batch)), batch, tokens, strict=True)
         startup.note(f", {start + len(batch):,} of {len(rows):,} prompts tokenized")
@@ -193,7 +197,7 @@ def _tokenize(rows: Sequence[PromptRow], tokenizer: Any) -> Iterator[tuple[int, 
 
 
 def tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[Tokens]:
-    """Returns the rows' tokens. Raises any error of a template or the tokenizer."""
+    """Returns the tokens of each row. Raises whatever the chat template or the tokenizer raises."""
     tokens: dict[int, Tokens] = {}
     texts = {i: row.prompt for i, row in enumerate(batch) if isinstance(row.prompt, str)}
     if texts:
@@ -204,17 +208,17 @@ def tokenize_batch(batch: Sequence[PromptRow], tokenizer: Any) -> list[Tokens]:
         rendered = tokenizer.apply_chat_template(
             list(chats.values()), tokenize=False, add_generation_prompt=True
         )
-        # The template has written the special tokens.
+        # The template has already inserted the special tokens.
         encoded = _encode(rendered, tokenizer, add_special_tokens=False)
         tokens.update(zip(chats, encoded, strict=True))
     return [tokens[i] for i in range(len(batch))]
 
 
 def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> list[Tokens]:
-    """Returns each text's tokens as `tokenizer(text)` gives them.
+    """Returns the tokens of each text, the same as `tokenizer(text)`.
 
-    If a tokenizer encodes in transformers' own way, the Rust library is called directly, which
-    skips masks and offsets.
+    If the tokenizer's class does not override how transformers encodes, the Rust library is called
+    directly, which is faster because it computes no masks and offsets.
     """
     names = ("__call__", "_encode_plus", "tokenize", "encode")
     methods = [getattr(type(tokenizer), name, None) for name in names]
@@ -224,7 +228,7 @@ def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> li
     backend = getattr(tokenizer, "backend_tokenizer", None)
     encode_batch = getattr(backend, "encode_batch_fast", None)
     with _one_thread():
-        # The first call sets the backend up.
+        # The first call sets the backend's truncation and padding. It is also compared below.
         first_ids = list(tokenizer(texts[0], add_special_tokens=add_special_tokens)["input_ids"])
         if is_plain and encode_batch is not None:
             encodings = encode_batch(texts, add_special_tokens=add_special_tokens)
@@ -236,7 +240,8 @@ def _encode(texts: list[str], tokenizer: Any, *, add_special_tokens: bool) -> li
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Turns off the Rust library's threads, unless the user has decided.
+    """Turns off the threads of the Rust library within the block, unless the user has set
+    TOKENIZERS_PARALLELISM.
 
     The threads would stay alive, and each later fork would warn of them.
     """
@@ -252,13 +257,14 @@ def _one_thread() -> Iterator[None]:
 
 
 def _tokenize_row(row: PromptRow, tokenizer: Any) -> Tokens:
+    """Returns the tokens of one row. Raises ConfigError, which names the row, if that fails."""
     is_chat = not isinstance(row.prompt, str)
     if is_chat and getattr(tokenizer, "chat_template", None) is None:
         raise ConfigError(no_template(row.where))
     with panics_named(row.where):
         try:
             return tokenize_batch([row], tokenizer)[0]
-        # A template may refuse with any error, e.g. for an unknown order of roles.
+        # A template may refuse messages with any error, e.g. for the order of their roles.
         except Exception as error:
             if not is_chat:
                 raise
@@ -268,9 +274,10 @@ def _tokenize_row(row: PromptRow, tokenizer: Any) -> Tokens:
 
 @contextmanager
 def panics_named(location: str) -> Iterator[None]:
-    """Turns a panic of the Rust library, which is no Exception, into a ConfigError.
+    """Turns a panic of the Rust library into a ConfigError that names `location`.
 
-    The library panics if a regular expression backtracks without end.
+    The library panics if a regular expression backtracks too often. PanicException derives from
+    BaseException, not from Exception.
     """
     try:
         yield
@@ -283,7 +290,7 @@ def panics_named(location: str) -> Iterator[None]:
 
 
 def no_template(location: str) -> str:
-    """Returns the error message for chat messages without a chat template."""
+    """Returns the text of the error for a prompt of chat messages if there is no chat template."""
     return (
         f"{location}: the prompt is chat messages (data.as_chat and data.system_prompt make plain "
         "text some), but the tokenizer of model.path has no chat template; take an instruct model, "
@@ -292,12 +299,12 @@ def no_template(location: str) -> str:
 
 
 def refused_by_template(location: str, error: str) -> str:
-    """Returns the error message for messages that a chat template refuses."""
+    """Returns the text of the error for messages that a chat template refuses."""
     return f"{location}: the chat template refused the messages: {error}"
 
 
 def too_long(row: PromptRow, num_tokens: int, config: DataConfig) -> str:
-    """Returns the error message for a prompt with too many tokens."""
+    """Returns the text of the error for a prompt with more tokens than data.max_prompt_tokens."""
     return (
         f"{row.where}: the prompt has {num_tokens} tokens, over "
         f"data.max_prompt_tokens={config.max_prompt_tokens}; raise that, or set "

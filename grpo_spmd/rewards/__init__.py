@@ -1,5 +1,5 @@
 """Rewards: the protocol, shipped verifiers, the worker pool, servers, the sandbox for model code.
 
-Not here: torch, advantages, what a step makes of rewards.
-Imports config and records.
+Not here: torch, advantages, and what a step does with rewards.
+Imports config, files, records, distributed and data.
 """

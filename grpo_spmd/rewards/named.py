@@ -1,8 +1,8 @@
 """This module loads the user's code that a config names: "file.py:name", or a Python function given
 to grpo_spmd.run.
 
-It also checks, before anything is sampled, how a reward can be called, and whether the *gold*
-columns (the data set's right answers) can be read.
+It also checks, before anything is sampled, whether the shipped rewards can read their *gold*
+columns (the data set's right answers).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.rewards.trl import callable_name, unwrap_partial
 from grpo_spmd.rewards.verifiers import countdown_task, parse_tests, values_in
 
-# Stands in place of a file in RewardConfig.function.
+# Stands in RewardConfig.function where "file.py:function" has the file.
 PYTHON_MARK = "<python>:"
-# Modules that were loaded, by their files.
+# The modules of users' files that were run, by absolute path.
 Modules = dict[str, types.ModuleType]
 Function = Callable[..., Any]
 # Functions given to grpo_spmd.run, by their specs.
@@ -40,10 +40,10 @@ _NUMBER = re.compile(r"(?<![A-Za-z0-9.])-?\$?\d")
 
 
 def load_named(spec: str, key: str, kind: str, modules: Modules | None = None) -> Function:
-    """Returns the object that "file.py:name" names.
+    """Returns the function or other callable that "file.py:name" names.
 
-    The file is run once for each `modules`, which keeps it. Raises ConfigError, which begins with
-    `key`.
+    `modules` keeps the module, so that a file runs only once. `kind` says in messages what the name
+    stands for. Raises ConfigError, whose message begins with `key`.
     """
     file, colon, name = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
@@ -62,11 +62,12 @@ def load_named(spec: str, key: str, kind: str, modules: Modules | None = None) -
 
 
 def _run_file(path: Path, absolute: str, key: str) -> types.ModuleType:
+    """Imports a user's file as a new module. Raises ConfigError for any error in it."""
     loader = _UncachedLoader(f"reward_{path.stem}", absolute)
     module_spec = util.spec_from_file_location(loader.name, path, loader=loader)
     assert module_spec is not None, path
     module = util.module_from_spec(module_spec)
-    # Dataclasses and pickling look their module up there.
+    # Dataclasses and pickle look up a class's module in sys.modules.
     sys.modules[loader.name] = module
     try:
         with as_its_own_program(str(path)):
@@ -80,15 +81,17 @@ def _run_file(path: Path, absolute: str, key: str) -> types.ModuleType:
 
 
 class _UncachedLoader(machinery.SourceFileLoader):
-    """Leaves no __pycache__ next to the user's file, and never runs an older version from there."""
+    """Loads a file without writing a __pycache__ beside it or reading an older version from one."""
 
     def get_code(self, fullname: str) -> types.CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _line_in(error: BaseException, path: str) -> str:
-    """Returns ":<line>" for the line of the file in which an error happened, or "" if it is
-    unknown."""
+    """Returns ":<line>" for the line of the file `path` at which an error happened.
+
+    Returns "" if the line is unknown.
+    """
     lines = [
         line
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -100,19 +103,23 @@ def _line_in(error: BaseException, path: str) -> str:
 
 
 def _import_hint(error: BaseException, folder: Path) -> str:
-    """Returns the remedy where a reward's file imports another file from its own folder."""
+    """Returns the remedy if a user's file in `folder` could not import a module from `folder`.
+
+    Returns "" for other errors.
+    """
     name = str(getattr(error, "name", "")).partition(".")[0]
     is_beside = (folder / f"{name}.py").is_file() or (folder / name / "__init__.py").is_file()
     if not (isinstance(error, ModuleNotFoundError) and is_beside):
         return ""
-    return f"; it lies beside it, and only the working folder is searched: set PYTHONPATH={folder}"
+    return f"; only the working folder is searched, not the file's own: set PYTHONPATH={folder}"
 
 
 @contextlib.contextmanager
 def as_its_own_program(file: str) -> Iterator[None]:
-    """Hides our command line from a user's file, and sends what it prints to stderr.
+    """Hides this program's command line from a user's file and sends what the file prints to
+    stderr, within the block.
 
-    Our stdout may be the config that --check prints.
+    stdout must have nothing but the config if the command is --check.
     """
     argv = sys.argv
     sys.argv = [file]
@@ -123,10 +130,11 @@ def as_its_own_program(file: str) -> Iterator[None]:
         sys.argv = argv
 
 
-# Functions given to grpo_spmd.run. The nursery is started by exec and shares no memory with the
-# rank, so cloudpickle sends a function: by value if a script, a notebook or a closure defines it,
-# by name if its module can be imported. The bytes are our own, in a nameless file that only our own
-# child inherits; nothing from a file or from another process is ever unpickled.
+# Functions given to grpo_spmd.run. The nursery, which starts the reward workers, is a new program
+# and shares no memory with the rank, so functions are sent to it by cloudpickle: by value if they
+# are defined in a script, in a notebook or inside a function, by name if their module can be
+# imported. Unpickling is safe here: the bytes are this process's own, in an unnamed file that only
+# its child inherits. Nothing from a user's file or another process is ever unpickled.
 
 
 def function_name(function: Function) -> str | None:
@@ -136,16 +144,16 @@ def function_name(function: Function) -> str | None:
 
 
 def function_spec(function: Function) -> str:
-    """Returns the text that config.yaml has in place of "file.py:function"."""
+    """Returns the text that config.yaml has for this function in place of "file.py:function"."""
     function = unwrap_partial(function)
-    # An object with __call__ is named by its class.
+    # An object with __call__ has the name of its class.
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{PYTHON_MARK}{named.__module__}.{named.__qualname__}"
 
 
 @contextlib.contextmanager
 def registered(functions: dict[str, Function]) -> Iterator[None]:
-    """Lets configs of this process name `functions` by their specs within the block."""
+    """Lets configs of this process name `functions`, which are given by spec, within the block."""
     _registered.update(functions)
     try:
         yield
@@ -168,7 +176,7 @@ def registered_function(spec: str, entry: str) -> Function:
 
 
 def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
-    """Returns the Python functions of `rewards`, pickled, by their specs.
+    """Returns the functions of `rewards` that were given to grpo_spmd.run, pickled, by spec.
 
     Raises ConfigError for a function that cannot be pickled.
     """
@@ -182,29 +190,33 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
         with _unknown_module_by_value(function):
             try:
                 content[spec] = cloudpickle.dumps(function)
-            # Beside PicklingError and TypeError whatever a user's __reduce__ raises.
+            # PicklingError, TypeError, or whatever a user's __reduce__ raises.
             except Exception as error:
                 name = spec.rpartition(":")[2]
                 message = str(error).partition("\n")[0]
                 raise ConfigError(
                     f"{entry}: {name} cannot be handed to the processes that score "
-                    f"({type(error).__name__}: {message}); make what it holds on to inside the "
-                    "function"
+                    f"({type(error).__name__}: {message}); create the object that it uses inside "
+                    "the function"
                 ) from None
     return content
 
 
 def unpack_functions(content: Mapping[str, bytes]) -> None:
-    """Registers the functions that `pack_functions` packed; runs in the nursery.
+    """Registers the functions that `pack_functions` pickled. Called in the nursery.
 
-    Raises any error of their imports.
+    Raises whatever their imports raise.
     """
     _registered.update({spec: cloudpickle.loads(packed) for spec, packed in content.items()})
 
 
 @contextlib.contextmanager
 def _unknown_module_by_value(function: Function) -> Iterator[None]:
-    """Pickles a module that only this process knows (a notebook tool's) with its function."""
+    """Has cloudpickle send the function's module by value, within the block, if other processes
+    cannot import it.
+
+    A notebook tool, for instance, may have created a module that exists in this process only.
+    """
     inner = inspect.unwrap(unwrap_partial(function))
     name = getattr(inner, "__module__", None) or type(inner).__module__
     module = sys.modules.get(name)
@@ -219,13 +231,14 @@ def _unknown_module_by_value(function: Function) -> Iterator[None]:
 
 
 def _can_be_imported(name: str) -> bool:
+    """Returns True if Python finds the top-level package of a module by its name."""
     top = name.partition(".")[0]
     return top in sys.stdlib_module_names or machinery.PathFinder.find_spec(top) is not None
 
 
-# Checks of the gold columns. A row without a usable gold value gives None for every completion. A
-# value that a verifier cannot read stops the run at the step that draws it, long after engine and
-# policy were built. Only checks that cost microseconds a row are made here.
+# Checks of the gold columns. In a row without a usable gold value, every completion's reward is
+# None. A value that makes a verifier fail would stop the run only at the step that draws the row,
+# long after engine and policy were built. Only checks that take microseconds a row are made here.
 
 
 def check_gold(
@@ -233,10 +246,10 @@ def check_gold(
 ) -> Iterator[str]:
     """Yields a warning for each shipped reward that has nothing to compare with in some rows.
 
-    Raises ConfigError, which names file:line, for a value that a verifier cannot read, and where a
-    reward has nothing to compare with in any row. If there are several rewards, a null says
-    on purpose that this reward does not apply to a row; and a held-out set may have no answers for
-    one of them.
+    Raises ConfigError, which names file:line, if a verifier cannot read a value, or if a reward has
+    nothing to compare with in all rows. If there are several rewards, a null is no mistake: it says
+    that this reward does not apply to the row. A held-out set may then lack the answers for one
+    reward altogether.
     """
     is_only_one = len(configs) == 1
     for index, config in enumerate(configs):
@@ -247,6 +260,8 @@ def check_gold(
             column = config.args.get(option, column)
         unusable: list[tuple[PromptRow, Any]] = []
         for row in rows:
+            # Looked up as a value inside a column "", so that `column` may have dots and gives None
+            # if the row lacks it.
             [gold] = values_in({"": [row.columns]}, f".{column}")
             try:
                 if not find_gold(gold, row.columns):
@@ -255,9 +270,9 @@ def check_gold(
                 raise ConfigError(
                     f"{row.where}: rewards.{index}: {config.name!r} cannot read the row: {error}"
                 ) from None
-        is_empty = len(unusable) == len(rows) > 0 and (is_only_one or not is_held_out)
+        is_useless = len(unusable) == len(rows) > 0 and (is_only_one or not is_held_out)
         odd_rows = [
-            (row, gold) for row, gold in unusable if is_empty or is_only_one or gold is not None
+            (row, gold) for row, gold in unusable if is_useless or is_only_one or gold is not None
         ]
         if not odd_rows:
             continue
@@ -267,7 +282,7 @@ def check_gold(
             f"{row.where}: rewards.{index}: {config.name!r} finds no {kind} in {column!r} "
             f"({label}), as in {len(odd_rows):,} of {len(rows):,} rows"
         )
-        if is_empty:
+        if is_useless:
             raise ConfigError(f"{message}: nothing would train")
         yield f"{message}: their completions get no reward, and are left out"
 
@@ -278,13 +293,13 @@ def _is_answer(gold: Any, _: Mapping[str, Any]) -> bool:
 
 def _find_number(gold: Any, _: Mapping[str, Any]) -> Any:
     text = str(gold)
-    # The end first: most solutions close with "#### 42", and to search all of 100,000 takes
-    # seconds.
+    # Search behind "####" first: most solutions end with "#### 42", and searching 100,000 whole
+    # solutions takes seconds.
     return _NUMBER.search(text, max(0, text.rfind("####"))) or _NUMBER.search(text)
 
 
-# By shipped reward: (function that returns what is true if a row's gold value can be used,
-# description of a usable value, its column).
+# By shipped reward: (function of a row's gold value and its columns that is truthy if the verifier
+# can use the value, what messages call such a value, the default column).
 _GOLD: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Any], str, str]] = {
     "code": (lambda gold, _: parse_tests(gold), "test", "tests"),
     "countdown": (lambda gold, row: countdown_task(row.get("nums"), gold), "task", "target"),

@@ -1,29 +1,32 @@
 """The reward protocol: TRL's signature, several functions with weights, and what failures mean.
 
 A reward function is `fn(prompts, completions, completion_ids, **columns) -> list[float | None]`,
-sync or async; an object with __call__ and a partial are functions too. trl.py has what else TRL's
-trainer gives it. `prompts` and `completions` are strings; for chat prompts, message lists, a
-completion being `[{"role": "assistant", "content": text}]`. The data set's other columns arrive as
-keyword lists, aligned with `prompts`. A worker process (pool.py) calls it for one group at a time,
-in evaluation for a single completion, so that its result does not depend on how groups are spread
-over ranks. Module state is each worker's own.
+sync or async; it may also be an object with __call__ or a functools.partial. `prompts` and
+`completions` are lists of strings, or of message lists if prompts are chats; a completion then is
+`[{"role": "assistant", "content": text}]`. The other columns of the data set are passed as keyword
+arguments, as lists aligned with `prompts`. trl.py describes the further arguments that TRL's
+trainer passes. A worker process (pool.py) calls the function for one group at a time, or for a
+single completion in evaluation, so that its result does not depend on how groups are distributed
+over ranks. Each worker has its own copy of the module's state.
 
 The status of a completion, for each function (`ScoredRollouts.statuses`):
-* "ok": a finite number.
-* "not_applicable": None. The completion's reward is the weighted sum of the other functions.
-* "error": the function raised, exited, crashed, or returned NaN, infinity or text.
-* "timeout": it took longer than `reward_pool.timeout_s` and was killed, with the processes it had
-started.
+* "ok": the function returned a finite number.
+* "not_applicable": it returned None. The completion's reward is the weighted sum of the other
+  functions.
+* "error": it raised, exited, crashed, or returned NaN, infinity or text.
+* "timeout": it took longer than `reward_pool.timeout_s` and was killed, together with the processes
+  that it had started.
 
-Where the call for a group fails, each completion is tried in a call of its own, with the whole
-deadline: what fails then is that completion's failure. A completion with an "error" or a "timeout",
-or to which no function applies, is left out of its group's statistics and of the loss, and counted;
-it is never taken for 0. Where a function fails for `reward_pool.max_error_frac` of a step's
-completions, all ranks stop, with the function's traceback. A function of weight 0 beside others
-that have a weight is only watched: its values and failures change nothing but its own metrics. All
-ranks stop at once where no completion
-is to blame: it returned a list of the wrong length, or raised for every group that it was called
-with, and for none of their completions alone.
+If the call for a group fails, the function is called again for each of its completions alone, each
+time with the whole `timeout_s`. A completion whose own call fails has the status "error" or
+"timeout". Such a completion, and one to which no function applies, is counted and left out of its
+group's statistics and of the loss; its reward is never taken to be 0.
+
+If a function fails for at least `reward_pool.max_error_frac` of a step's completions, all ranks
+stop and show the function's traceback. They stop at once if no completion can be the cause: the
+function returned a list of the wrong length, or it raised for every group and then for none of the
+completions alone. A function of weight 0, beside functions with other weights, is only watched: its
+values and failures affect nothing but its own metrics.
 """
 
 from __future__ import annotations
@@ -62,26 +65,27 @@ from grpo_spmd.rewards.verifiers import SHIPPED, run_tests
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFacts:
-    """The facts that the pool knows about a reward, whose function lives in other processes."""
+    """What a rank knows about a reward. Its function exists only in the worker processes."""
 
     # The name in metrics.
     name: str
     # The weight in the sum of rewards.
     weight: float
-    # The columns without which the function cannot be called.
+    # The columns of the data set that the function requires.
     needs: Sequence[str] = ()
-    # The names of TRL's extra arguments that it takes (trl.py).
+    # The names of TRL's extra arguments that the function takes (trl.py).
     takes: Sequence[str] = ()
-    # If True, each completion is a call of its own, with the whole deadline.
+    # If True, the function is called for one completion at a time, each time with the whole
+    # timeout.
     one_at_a_time: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(RewardFacts):
-    """A reward with its function."""
+    """A reward and its function, as a worker process has it."""
 
     function: Callable[..., Any]
-    # If True, it is called in the environments' processes.
+    # If True, the function takes `environments`, and is called in the environments' processes.
     looks_at_environments: bool = False
 
 
@@ -92,10 +96,11 @@ def load_rewards(
     *,
     variables: Mapping[str, str] = os.environ,
 ) -> list[Reward]:
-    """Returns the functions that the config names, except reward models and the engine's judges.
+    """Returns the rewards that the pool computes: functions and servers, but neither reward models
+    nor judges that the run's own engine serves.
 
     `timeout_s` is the time after which the caller ends a call; `modules` is as in load_named;
-    `variables` hold the values of `headers_env`.
+    `variables` are the environment variables from which `headers_env` takes values.
     Raises ConfigError for a function that does not exist, wrong arguments, or a repeated name.
     """
     rewards: list[Reward] = []
@@ -108,7 +113,7 @@ def load_rewards(
                 f"{entry}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
-        # Else rollout/reward_models.py or rollout/engine_judge.py scores.
+        # Other rewards are computed by rollout/reward_models.py or rollout/engine_judge.py.
         if config.uses_pool:
             if config.url is None:
                 rewards.append(_load_function(config, entry, timeout_s, modules))
@@ -118,22 +123,24 @@ def load_rewards(
 
 
 def _load_server(config: RewardConfig, entry: str, variables: Mapping[str, str]) -> Reward:
-    # A run without servers imports neither ssl nor a client.
+    """Returns a reward whose function sends requests to the server of `config.url`."""
+    # Imported here, so that a run without reward servers loads neither ssl nor an HTTP client.
     from grpo_spmd.rewards.remote.servers import ServerFunction
 
-    asks = ServerFunction(config, entry, variables)
+    function = ServerFunction(config, entry, variables)
     return Reward(
         name=config.metric_name,
         weight=config.weight,
-        needs=asks.form.needs,
-        one_at_a_time=asks.form.one_at_a_time,
-        function=asks,
+        needs=function.form.needs,
+        one_at_a_time=function.form.one_at_a_time,
+        function=function,
     )
 
 
 def _load_function(
     config: RewardConfig, entry: str, timeout_s: float, modules: Modules | None
 ) -> Reward:
+    """Returns a shipped reward, one from the user's file, or one given to grpo_spmd.run."""
     name = config.metric_name
     spec = config.function
     if spec is None:
@@ -153,11 +160,11 @@ def _load_function(
 
 
 def watched_rewards(weights: Mapping[str, float]) -> frozenset[str]:
-    """Returns the names of the rewards that are only watched: those of weight 0, where some other
-    weight is not 0.
+    """Returns the names of the rewards that are only watched: those of weight 0, if another reward
+    has a weight.
 
-    They enter neither sums nor the failures that stop a run. Where all weights are 0, a teacher
-    teaches alone, and the rewards are all that is measured.
+    They enter no sum, and their failures do not stop the run. If all weights are 0, none is only
+    watched: the policy learns from a teacher alone, and the rewards measure its progress.
     """
     return frozenset(
         name for name, weight in weights.items() if not weight and any(weights.values())
@@ -173,10 +180,10 @@ def check_error_rate(
 ) -> dict[str, float]:
     """Returns `reward/<name>/error_frac`, `.../timeout_frac` and `.../not_applicable_frac`.
 
-    These are fractions of the completions. The arguments are `num_statuses` and `first_error` of
-    every rank's `ScoredRollouts`; a rank that scored nothing has no statuses. Raises RewardError
-    where "error" and "timeout" together reach `max_error_frac` for some function that is not
-    `watched`.
+    These are fractions of the step's completions with that status. `statuses` and `first_errors`
+    have every rank's `num_statuses` and `first_error` of `ScoredRollouts`; a rank that scored
+    nothing has no statuses. Raises RewardError if the fraction of "error" and "timeout" together is
+    at least `max_error_frac` for a function that is not in `watched`.
     """
     metrics: dict[str, float] = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
@@ -188,7 +195,7 @@ def check_error_rate(
         has_too_many = num_failed and num_failed / num_completions >= max_error_frac
         if has_too_many and name not in watched:
             errors = [error for error in first_errors if error]
-            # An error of this very function, if there is one.
+            # Begin with an error of this function, if any rank reported one.
             errors.sort(key=lambda error: not error.startswith(f"reward {name!r}"))
             raise RewardError.about(
                 [*errors, None][0],
@@ -205,9 +212,11 @@ def check_error_rate(
 def _with_args(
     name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
-    """Returns a Reward that calls a Python function with `args` of the config.
+    """Returns a Reward that calls `function` with the columns that it takes and the config's
+    `args`.
 
-    Raises ConfigError if the function does not take the arguments that a reward is called with.
+    `entry` names the reward in messages ("rewards.0"). Raises ConfigError if the function does not
+    take the arguments that a reward is called with, or not these `args`.
     """
     is_shipped = config.function is None
     label = name if is_shipped else callable_name(function)
@@ -222,21 +231,21 @@ def _with_args(
     options = list(named)
     takes: list[str] = []
     if is_shipped:
-        # The options of a shipped reward are its keyword-only parameters, all others are columns.
+        # The keyword-only parameters of a shipped reward are its options, all others are columns.
         options = [n for n, p in named.items() if p.kind is p.KEYWORD_ONLY]
         missing = [n for n in required if n in options and n not in config.args]
         if missing:
             raise ConfigError(f"{entry}.args: {name} needs {missing[0]!r}")
     else:
         takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
-        # Only where it cannot be called without: the reward pool has no environments.
+        # `environments` is passed only if it is required: in the reward pool it is always None.
         takes += [n for n in required if n == "environments"]
     _check_args(f"{entry}.args", label, config.args, options)
     args = config.args
     needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *takes))
     if is_shipped:
         _check_values(f"{entry}.args", args, function)
-        # Options that name a column, or a value inside of one.
+        # An option such as `column` names a column, or "column.key" for a value inside it.
         columns = [n for n in options if n.endswith("column")]
         needs += tuple(args.get(n, named[n].default).partition(".")[0] for n in columns)
     if function is run_tests:
@@ -257,11 +266,11 @@ def _with_args(
     looks_at_environments = "environments" in parameters
     if looks_at_environments and config.is_measured:
         raise ConfigError(
-            f"{entry}: {label} takes environments, and is called where they are, "
-            "beside limits of calls; take timeout_s and max_* out"
+            f"{entry}: {label} takes environments, so it is called in their processes, "
+            "where no limits of calls apply; take timeout_s and max_* out"
         )
-    # Each run of model-written code may take its whole time: a call for the group would need the
-    # sum of them. And limits of calls count completions.
+    # Each run of model-written code may use up its time limit; one call for a whole group would
+    # need the sum of these limits. And call limits count each completion as a call.
     has_limits = config.max_concurrent is not None or config.max_per_minute is not None
     return Reward(
         name=name,
@@ -279,8 +288,8 @@ def _callable_parameters(
 ) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a reward function.
 
-    Raises ConfigError for a function that keywords cannot call or that sees no completion, and for
-    a generator.
+    Raises ConfigError if it cannot be called by keywords alone, takes neither `completions` nor
+    `completion_ids`, or is a generator.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -307,9 +316,10 @@ def _callable_parameters(
 
 
 def _check_args(key: str, label: str, args: Collection[str], options: Collection[str]) -> None:
-    """Raises ConfigError for an unknown option of the function, even if the function has **kwargs.
+    """Raises ConfigError for a name in the config's `args` that is not one of the function's
+    `options`, or that the trainer itself passes.
 
-    A misspelt option would have no effect.
+    This holds for a function with **kwargs too: a misspelt option would have no effect.
     """
     for name in args:
         if name in (*CALL_COLUMNS, *EXTRA_ARGUMENTS, "environments"):
@@ -321,7 +331,7 @@ def _check_args(key: str, label: str, args: Collection[str], options: Collection
 
 
 def _check_values(key: str, args: Mapping[str, Any], function: Callable[..., Any]) -> None:
-    """Raises ConfigError for an option of a shipped reward that is not of the option's type."""
+    """Raises ConfigError for an option of a shipped reward whose value has the wrong type."""
     hints = typing.get_type_hints(function, include_extras=True)
     for name, value in args.items():
         try:

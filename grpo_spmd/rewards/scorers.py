@@ -1,9 +1,9 @@
-"""This module puts all rewards of a run behind one call: reward functions, then an ordered list of
-scorers.
+"""This module computes all rewards of a run in one call: those of reward functions, then those of
+an
+ordered list of scorers.
 
 Reward functions run in the worker processes of pool/. Environments, judges and reward models are
-*scorers*: each gives further rewards for the completions that the functions have scored. The
-results are merged once.
+*scorers*: each computes further rewards for the completions that the functions have scored.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from typing import Any, Protocol
 
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
 
-# The signature of RewardPool.score without its tokenizer.
+# RewardPool.score, with the tokenizer already given.
 Score = Callable[..., ScoredRollouts]
 
 
 class Scorer(Protocol):
-    """Gives one or several rewards for completions that the reward functions have scored."""
+    """Computes one or several rewards of completions that the reward functions have scored."""
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Returns `by_name`, `statuses`, `first_error` and `notes` of this scorer's rewards alone.
+        """Returns `by_name`, `statuses`, `first_error` and `notes` for this scorer's rewards only.
 
-        Each list has one entry for each completion of `groups`, none of which is an episode without
-        a turn. `scored` has the functions' scores.
-        The call may be collective: every rank calls every scorer in the same order, also without
-        groups.
+        Each list has one entry for each completion of `groups`; episodes without a turn have been
+        left out of them. `scored` has the functions' scores. The call may be collective: every rank
+        calls every scorer in the same order, even if it has no groups.
         """
 
 
 class Scorers:
-    """Scores groups with every reward of the run. Collective where one of its scorers is."""
+    """Scores groups with all rewards of the run. The call is collective if a scorer's call is."""
 
     def __init__(
         self,
@@ -41,21 +40,21 @@ class Scorers:
         weights: Mapping[str, float],
         scorers: Sequence[Scorer] = (),
     ) -> None:
-        """`weights` has all rewards by name, in the order of metrics and sums."""
+        """`weights` has all rewards' weights by name, in the order of metrics and sums."""
         self.score_functions = score_functions
         self.weights = weights
         self.scorers = scorers
 
     def __call__(self, groups: Sequence[RolloutGroup], **options: Any) -> ScoredRollouts:
-        """Returns the scores of `groups`. `options` go to the reward functions' pool.
+        """Returns the scores of `groups`. `options` are passed to `score_functions`.
 
-        An episode without a turn has no text to read. The other completions of its group are
-        scored as a smaller group.
+        An episode without a turn has no text, so it is not scored and its rewards are unknown. The
+        other completions of its group are scored as a smaller group.
         """
         completions = [completion for group in groups for completion in group.completions]
         played = [i for i, completion in enumerate(completions) if _has_turns(completion)]
-        # Where all were played, these very objects are passed on: RewardPool identifies an early
-        # group by its identity.
+        # If all were played, the same objects are passed on: RewardPool recognizes a group whose
+        # calls it began early by the identity of the object.
         if len(played) < len(completions):
             smaller = [
                 dataclasses.replace(group, completions=[*filter(_has_turns, group.completions)])
@@ -64,17 +63,17 @@ class Scorers:
             groups = [group for group in smaller if group.completions]
         scored = self.score_functions(groups, **options)
         results = [scored, *(scorer.score(groups, scored) for scorer in self.scorers)]
-        # A rank that has scored nothing has no statuses either.
+        # A rank without completions has no statuses either.
         if not completions:
             return scored
 
         def spread(values: Sequence[Any], default: Any) -> list[Any]:
-            """Returns one entry for each completion: from `values` if it was played."""
+            """Returns one entry for each completion: its value, or `default` if not played."""
             by_completion = dict(zip(played, values, strict=True))
             return [by_completion.get(i, default) for i in range(len(completions))]
 
         merged = merge_results(results)
-        # Where every episode failed, the functions have said nothing at all.
+        # If no episode has a turn, no function was called and by_name is empty.
         by_name = {name: spread(merged.by_name.get(name, ()), None) for name in self.weights}
         episodes = [completion.episode for completion in completions]
         errors = [episode.error for episode in episodes if episode and episode.error][:1]
@@ -94,7 +93,10 @@ class Scorers:
 
 
 class RewardColumn:
-    """One reward's scores, which a scorer fills in. Where it says nothing, it does not apply."""
+    """The scores of one reward, which a scorer fills in.
+
+    A completion for which it sets nothing has the status "not_applicable".
+    """
 
     def __init__(self, name: str, num_completions: int) -> None:
         self.name = name
@@ -103,21 +105,22 @@ class RewardColumn:
         self.scores = ScoredRollouts(by_name={name: self.values}, statuses={name: self.statuses})
 
     def give(self, number: int, value: float) -> None:
-        """Sets the reward of a completion."""
+        """Sets the reward of the completion with index `number`."""
         self.values[number] = value
         self.statuses[number] = "ok"
 
     def fail(self, number: int, reason: str) -> None:
-        """Marks the reward of a completion as unusable."""
+        """Gives the completion with index `number` the reward NaN and the status "error"."""
         self.values[number] = math.nan
         self.statuses[number] = "error"
         self.scores.first_error = self.scores.first_error or f"reward {self.name!r} {reason}"
 
 
 def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
-    """Returns the scores of several scorers for the same completions as one record.
+    """Returns one record of the rewards that several scorers gave to the same completions.
 
-    Its `texts` and its weighted sums (`rewards`) are left empty: the caller fills them.
+    Its `rewards` (the weighted sums), `texts` and `reward_inputs` are left empty for the caller to
+    fill.
     """
     merged = ScoredRollouts()
     for result in results:
@@ -135,8 +138,8 @@ def sum_rewards(
     weights: Mapping[str, float],
     num_completions: int,
 ) -> list[float | None]:
-    """Returns the weighted sum of each completion, None where it is unknown."""
-    # Without any reward a teacher teaches alone.
+    """Returns the weighted sum of each completion's rewards, None where it is unknown."""
+    # A run without rewards learns from a teacher alone.
     if not weights:
         return [0.0] * num_completions
     return [
@@ -146,12 +149,12 @@ def sum_rewards(
 
 
 def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
-    """Returns the sum of (weight, reward) over the rewards that apply.
+    """Returns the sum of weight * reward over (weight, reward) pairs; a reward of None is left out.
 
-    None where no reward applies or one is NaN. A reward of weight 0 is only watched: it neither
-    applies nor fails here. If all weights are 0 (next to a teacher), it is the plain sum.
+    Returns None if all rewards are None or one is NaN. A reward of weight 0 is only watched and
+    ignored here. If all weights are 0 (the policy learns from a teacher), returns the plain sum.
     """
-    # Else a watched reward that applies would make a 0.0 of a reward that is not known.
+    # Watched rewards are removed, so that one that is known does not turn an unknown sum into 0.0.
     pairs = [pair for pair in pairs if pair[0]] or [(1.0, value) for _, value in pairs]
     products = [weight * value for weight, value in pairs if value is not None]
     total = sum(products)
@@ -159,5 +162,5 @@ def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
 
 
 def _has_turns(completion: Completion) -> bool:
-    """Returns False for an episode whose environment failed before the first turn."""
+    """Returns False only for an episode that failed before its first turn."""
     return completion.episode is None or bool(completion.episode.turns)

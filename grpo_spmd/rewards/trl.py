@@ -1,19 +1,18 @@
-"""This module has the extra arguments that TRL's trainer gives a reward function, and their
-results.
+"""This module has the extra arguments that TRL's trainer passes to a reward function, and collects
+what the function logs through them.
 
-A function that names them or takes **kwargs gets these arguments:
-- `trainer_state`;
-- `log_metric(name, value)`: the mean over a step's calls is the metric `reward/<reward>/<name>`, in
-  evaluation `eval/<set>/reward/<reward>/<name>`;
-- `log_extra(column, values)`, with one value for each completion, in one call or several: they are
-  `extra` in the rollout dump;
-- `environments`, which is None.
+A function that has a parameter of that name, or takes **kwargs, gets these arguments:
+- `trainer_state`: a TrainerState.
+- `log_metric(name, value)`: logs a value. The mean over a step's calls becomes the metric
+  `reward/<reward>/<name>`, in evaluation `eval/<set>/reward/<reward>/<name>`.
+- `log_extra(column, values)`: stores one value for each completion, in one call or several, as
+  `extra` in the rollout dump.
+- `environments`: None. (Only a function that requires it gets it.)
 
-What cannot be logged (a value that is no finite number, a strange name, too many names) is left out
-with a warning: a bad metric never makes its reward fail, nor does a bad name, which may be taken
-from a completion, stop the run.
-An extra column of the wrong length breaks the contract like a reward of the wrong length, and stops
-the run.
+What cannot be logged (a value that is not a finite number, an invalid name, too many names) is left
+out with a warning. It never makes the reward fail or the run stop, since a bad name may come from a
+completion. An extra column of the wrong length, however, is a fault of the function and stops the
+run, as a list of rewards of the wrong length does.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
 # Counts by reward, then by status or kind of failure.
 Counts = Mapping[str, Mapping[str, int]]
-# By reward and metric: (sums of the calls, number of values that were summed).
+# By reward and metric: (the sum of each call's values, the number of values in all calls).
 Logged = dict[str, dict[str, tuple[list[float], int]]]
 _RESERVED_METRICS = (
     "mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac",
@@ -39,25 +38,28 @@ _RESERVED_METRICS = (
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
 _MAX_NAMES = 50
 _MAX_CHARS = 10_000
-# Sums of larger values may overflow.
+# The largest absolute value of a metric: sums of larger values could overflow.
 _MAX_VALUE = 1e250
-# The largest reward: the variance of a group, and advantages in float32, are finite below it.
+# The largest absolute value of a reward: up to it, the variance of a group and advantages in
+# float32 are finite.
 MAX_REWARD = 1e30
-# How errors about values of a wrong type begin and end.
+# Parts of the messages about values of a wrong type.
 NO_LIST = "must return a list of numbers or None"
 NO_NUMBER = "which is no number"
 
 
 class RewardError(RuntimeError):
-    """Rewards fail in a way that would stay hidden if completions were just left out."""
+    """Raised if rewards fail in a way that would stay hidden if completions were just left out."""
 
-    # The report of a failure prints the message alone: it has the user's traceback, not ours.
+    # A failure report prints only the message, which has the traceback of the user's function; our
+    # own traceback would say nothing more.
     says_all = True
 
     @classmethod
     def about(cls, first_error: str | None, rule: str) -> RewardError:
-        """Returns an error that begins with the first failure's own line and ends with its
-        traceback; `rule` says why it stops the run."""
+        """Returns an error that begins with the first line of `first_error`, goes on with `rule`,
+        which says why the run stops, and ends with the other lines of `first_error` (a traceback).
+        """
         if first_error is None:
             return cls(rule)
         reason, _, details = first_error.partition("\n")
@@ -66,11 +68,11 @@ class RewardError(RuntimeError):
 
 @dataclass(eq=False)
 class FailedCallError(Exception):
-    """A reward's call to a server failed: by the server, the network or the credentials, and not by
-    a fault in the reward's code. The message is one line.
+    """Raised if a reward's call to a server failed because of the server, the network or the
+    credentials, rather than a fault in the reward's code. The message is one line.
 
-    With `may_retry` the call may be made again, after `wait_s` seconds if its server asks for that.
-    `status` is the HTTP status.
+    If `may_retry`, the call may be repeated, after `wait_s` seconds if the server has asked for a
+    pause. `status` is the HTTP status of the response, if there was one.
     """
 
     message: str
@@ -83,33 +85,33 @@ class FailedCallError(Exception):
 
 
 class BrokenContractError(Exception):
-    """A reward function has a fault that no completion is to blame for: the run stops."""
+    """Raised for a fault of a reward function that no completion can have caused. The run stops."""
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """The progress of the run, under the names of transformers.TrainerState."""
+    """The progress of the run, with the names of transformers.TrainerState."""
 
     global_step: int = 0
-    """Steps that are done: 0 at the first. Rollouts, of which each may bring several optimizer
-    steps."""
+    """Number of steps done, so 0 in the first. A step is a rollout phase, which may be followed by
+    several optimizer steps."""
     max_steps: int = 0
     epoch: float = 0.0
-    """Prompts drawn before this step, over those of the data set."""
+    """Number of prompts drawn before this step, divided by the number of rows of the data set."""
 
 
 @dataclass
 class CallLog:
-    """The metrics and columns that one call of a reward function logs."""
+    """The metrics and columns that a reward function logs during one call."""
 
     num_completions: int
     metrics: dict[str, list[float]] = field(default_factory=dict)
     columns: dict[str, list[Any]] = field(default_factory=dict)
-    # Reasons why something was not logged; a dict keeps their order.
+    # Descriptions of what could not be logged, as the keys of a dict: each once, in order.
     left_out: dict[str, None] = field(default_factory=dict)
 
     def metric(self, name: str, value: Any) -> None:
-        """TRL's `log_metric`."""
+        """Logs a value; passed to reward functions as TRL's `log_metric`."""
         number = as_number(value)
         if not _is_name(name) or name in _RESERVED_METRICS:
             self.left_out[f"the metric name {name!r:.100}"] = None
@@ -119,7 +121,10 @@ class CallLog:
             self.metrics.setdefault(name, []).append(number)
 
     def extra(self, column: str, values: Any) -> None:
-        """TRL's `log_extra`."""
+        """Logs values for completions; passed to reward functions as TRL's `log_extra`.
+
+        Raises BrokenContractError if `values` is not a list or other sequence of values.
+        """
         if isinstance(values, str | bytes | dict | set) or not hasattr(values, "__iter__"):
             raise BrokenContractError(
                 f"log_extra({column!r:.100}) takes a list; got {type(values).__name__}"
@@ -130,8 +135,10 @@ class CallLog:
             self.left_out[f"the column name {column!r:.100}"] = None
 
     def reply(self) -> dict[str, Any]:
-        """Returns the fields of the reply for the pool, without empty ones. Raises
-        BrokenContractError."""
+        """Returns the log as fields of the worker's reply to the pool, leaving out empty ones.
+
+        Raises BrokenContractError if a column does not have one value for each completion.
+        """
         for column, values in self.columns.items():
             if len(values) != self.num_completions:
                 raise BrokenContractError(
@@ -153,20 +160,25 @@ class CallLog:
 
 
 def as_number(value: Any) -> float | str:
-    """Returns `value` as a float, which may be infinite or NaN, or a string that describes
-    another value."""
+    """Returns `value` as a float, which may be infinite or NaN.
+
+    Returns a string that describes `value` if it is not a number.
+    """
     if isinstance(value, str | bytes):
         return f"{repr(value)[:100]}, {NO_NUMBER}"
     try:
         return float(value)
-    # A tensor of several numbers, too large an int, whatever a __float__ raises.
+    # For instance a tensor of several numbers, an int that is too large, or an error in the user's
+    # __float__.
     except Exception as error:
         return f"a {type(value).__name__}, {NO_NUMBER} ({type(error).__name__})"
 
 
 def as_reward(value: Any) -> float | str | None:
-    """Returns a finite number of at most MAX_REWARD, None, or a string that says why `value` is
-    unusable."""
+    """Returns the reward that a function returned as a finite float, or None if it returned None.
+
+    Returns a string that says what is wrong if `value` cannot be used as a reward.
+    """
     if value is None:
         return None
     number = as_number(value)
@@ -176,9 +188,12 @@ def as_reward(value: Any) -> float | str | None:
 
 
 def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the first names in alphabetical order.
+    """Returns at most _MAX_NAMES entries of `by_name`, those whose names come first in the
+    alphabet.
 
-    The result is the same whether each part is cut first or the whole.
+    Because of that order, limiting the merged entries of several calls gives the same result
+    whether
+    or not each call's entries were limited before.
     """
     return {name: by_name[name] for name in sorted(by_name)[:_MAX_NAMES]}
 
@@ -188,18 +203,19 @@ def _is_name(name: Any) -> bool:
 
 
 def _as_json(value: Any) -> Any:
-    """Returns `value` if it is short JSON, None for NaN or infinity, else the beginning of its
-    text."""
+    """Returns `value` if it is short enough as JSON, None for NaN or infinity, else the beginning
+    of
+    its text."""
     if isinstance(value, str):
         return value[:_MAX_CHARS]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     try:
-        # Numbers of numpy and torch have item().
+        # numpy scalars and torch tensors of one number have item().
         text = json.dumps(value, allow_nan=False, default=lambda number: number.item())
         return json.loads(text) if len(text) <= _MAX_CHARS else text[:_MAX_CHARS]
     except Exception:
-        # The cause may be a NaN in it, a cycle, deep nesting or any error of a user's object.
+        # For instance a NaN inside a list, a cycle, deep nesting, or an error in a user's class.
         try:
             return str(value)[:_MAX_CHARS]
         except Exception as error:
@@ -214,13 +230,14 @@ def retried_fracs(
     *,
     watched: Collection[str] = (),
 ) -> dict[str, float]:
-    """Returns `reward/<name>/retried_frac`: the fraction of groups whose call failed as a whole.
+    """Returns `reward/<name>/retried_frac`: the fraction of groups for which the function's call
+    failed, so that it was called again for each completion alone.
 
-    The function is then called for each completion alone. `retried` counts groups by the kind of
-    failure, `statuses` counts completions. Raises RewardError if the function raised for every
-    group (of several groups), and afterwards for no completion: then no completion is the cause,
-    and rewards that look at their whole group would have different values. The failures of
-    `watched` rewards stop nothing.
+    `retried` counts these groups by the kind of failure; `statuses` counts completions by status.
+    Raises RewardError if there are several groups and the function raised for each of them, but
+    then for no completion alone: no completion is the cause, and if the function compares the
+    completions of a group, the values that it returned for single ones are wrong. The failures of
+    `watched` rewards do not stop the run.
     """
     metrics: dict[str, float] = {}
     for name, counts in statuses.items():
@@ -239,24 +256,24 @@ def retried_fracs(
 
 
 def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the function inside of functools.partial objects."""
+    """Returns the function inside nested functools.partial objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """Returns a function's name: for a partial its function's name, for an object its class's
-    name."""
+    """Returns a function's name, for a partial that of its function, for an object that of its
+    class."""
     function = unwrap_partial(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
 
-# Values that reward functions logged by `log_metric`, merged over calls and ranks.
+# The functions below merge what reward functions logged with `log_metric`, over calls and ranks.
 
 
 def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
-    """Returns the values that `log_metric` has put into notes of ScoredRollouts."""
+    """Returns the values logged with `log_metric` in the given `notes` of ScoredRollouts."""
     logged: Logged = {}
     for note in notes:
         for reward, metrics in note.get("logged", {}).items():
@@ -266,10 +283,10 @@ def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
 
 
 def merge_logged(into: Logged, added: Logged) -> None:
-    """Joins the values of `added` to those of `into`, by reward and name.
+    """Adds the values of `added` to `into`, by reward and name.
 
-    Lists of sums are joined, so that whoever adds them up may do it in an order that depends on no
-    rank; the numbers of values are added."""
+    The numbers of values are added. The lists of sums are concatenated rather than added, so that
+    the final sum (math.fsum) does not depend on the order of calls and ranks."""
     for reward, metrics in added.items():
         merged = into.setdefault(reward, {})
         for name, (sums, number) in metrics.items():
@@ -278,17 +295,16 @@ def merge_logged(into: Logged, added: Logged) -> None:
 
 
 def mean_metrics(logged: Logged) -> dict[str, float | None]:
-    """Returns the mean of the values logged under each name, and `call_metrics`.
-
-    The order of the calls does not matter.
+    """Returns `reward/<reward>/<name>`, the mean of the values that a reward logged under a name,
+    and the `call_metrics` of rewards whose calls are measured.
     """
     means: dict[str, float | None] = {}
     for reward, metrics in sorted(logged.items()):
-        # Names with a dot in front are what call_limits.py measured.
-        by_function = {name: value for name, value in metrics.items() if name[0] != "."}
+        # Names that begin with a dot are measurements of call_limits.py.
+        from_function = {name: value for name, value in metrics.items() if name[0] != "."}
         values = {
             name: math.fsum(sums) / number
-            for name, (sums, number) in limit_names(by_function).items()
+            for name, (sums, number) in limit_names(from_function).items()
         }
         if ".requests" in metrics:
             values |= call_metrics(metrics)
@@ -297,12 +313,12 @@ def mean_metrics(logged: Logged) -> dict[str, float | None]:
 
 
 def call_metrics(metrics: Mapping[str, tuple[list[float], int]]) -> dict[str, float]:
-    """Returns metrics of the measurements of pool/call_limits.py.
+    """Returns a reward's metrics of its calls, from the measurements of pool/call_limits.py.
 
-    They are percentiles of the calls' seconds (linear interpolation), the number of retries, and
-    the fraction of requests that were answered with each HTTP error.
+    They are percentiles of the seconds of a call (linear interpolation), the number of retries, and
+    for each HTTP error the fraction of requests that got it.
     """
-    # The processes that score do without numpy.
+    # Imported here, since the reward workers import this module and do without numpy.
     import numpy as np
 
     p50, p95 = np.percentile(metrics[".s"][0], (50, 95)).tolist()

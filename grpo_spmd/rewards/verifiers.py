@@ -1,7 +1,7 @@
-"""This module has the shipped rewards.
+"""This module has the shipped reward functions (`SHIPPED`).
 
-Each scores a list of completions: 1.0 for right, 0.0 for wrong, None if there is nothing to compare
-with.
+Each returns a list of scores, one for each completion: 1.0 if it is right, 0.0 if it is wrong, None
+if its row has nothing to compare with.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from grpo_spmd.rewards.sandbox.sandbox import (
     passes_statements,
 )
 
-# The default seconds of the reward `code`; preflight compares it with the pool's deadline.
+# The default of `time_s` of the reward `code`; preflight compares it with reward_pool.timeout_s.
 DEFAULT_TIME_S = 8.0
 _MAX_EQUATION_CHARS = 256
-# Seconds of CPU time: a completion whose text keeps a library busy for longer is wrong.
+# Seconds of CPU time for one completion: if a library is busy with its text for longer, it is
+# wrong.
 _TEXT_S = 1.0
 Completion = str | list[dict[str, Any]]
 Completions = Sequence[Completion]
@@ -48,9 +49,10 @@ def completion_text(completion: Completion) -> str:
 
 
 def values_in(columns: Mapping[str, Column], name: str) -> Column:
-    """Returns the values of a column, or those inside of one ("reward_model.ground_truth").
+    """Returns the values of a column, or of a key inside the column's dicts if `name` is dotted
+    ("reward_model.ground_truth").
 
-    A value that is not there is None."""
+    A value is None where a dict lacks the key. Raises KeyError if there is no such column."""
     column, *path = name.split(".")
     values = columns[column]
     for key in path:
@@ -59,7 +61,7 @@ def values_in(columns: Mapping[str, Column], name: str) -> Column:
 
 
 def exact(completions: Completions, *, column: str = "answer", **columns: Column) -> Scores:
-    """Returns 1.0 where the completion, stripped of white space, is the value of `column`."""
+    """Returns 1.0 where the completion, stripped of white space, equals the value of `column`."""
     golds = values_in(columns, column)
     return _compare(completions, golds, lambda text, gold: text.strip() == str(gold).strip())
 
@@ -77,8 +79,8 @@ def _compare(
 def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Scores:
     """Returns 1.0 where the regular expression `pattern` matches the whole completion.
 
-    "." also matches a newline. A match has one second of CPU time: some texts keep some patterns
-    busy for years.
+    "." also matches a newline. A match that takes more than a second of CPU time scores 0.0: some
+    patterns need years for some texts.
     """
     compiled = re.compile(pattern, re.DOTALL)
     texts = [completion_text(completion) for completion in completions]
@@ -86,7 +88,8 @@ def matches_format(completions: Completions, *, pattern: str, **_: Any) -> Score
 
 
 def gsm8k(completions: Completions, *, column: str = "answer", **columns: Column) -> Scores:
-    """Returns 1.0 where the completion's last number is that of `column` ("... #### 42")."""
+    """Returns 1.0 where the last numbers of the completion and of `column` ("... #### 42") are
+    equal."""
     golds = [last_number(str(gold)) for gold in values_in(columns, column)]
     return _compare(completions, golds, lambda text, gold: last_number(text) == gold)
 
@@ -96,7 +99,7 @@ def last_number(text: str) -> Fraction | None:
     numbers = re.findall(r"(?<![A-Za-z0-9.])-?\$?\d[\d,]*(?:\.\d+)?", text)
     try:
         return Fraction(re.sub(r"[,$]", "", numbers[-1])) if numbers else None
-    # More digits than Python reads (4300): a model that repeats itself may write them.
+    # Python does not convert more than 4300 digits, which a model that repeats itself may write.
     except ValueError:
         return None
 
@@ -109,11 +112,10 @@ def countdown(
     answer_tag: str | None = "answer",
     **_: Any,
 ) -> Scores:
-    """Returns 1.0 where an equation uses each of `nums` once and reaches `target` (TinyZero's
-    task).
+    """Returns 1.0 where the completion's equation uses each of `nums` once and equals `target`.
 
-    The equation stands in the last <answer>...</answer>; with `answer_tag: null` it is the whole
-    completion.
+    This is TinyZero's task. The equation is the content of the last <answer>...</answer>, or the
+    whole completion if `answer_tag` is null.
     """
     tasks = [countdown_task(numbers, goal) for numbers, goal in zip(nums, target, strict=True)]
 
@@ -125,9 +127,9 @@ def countdown(
 
 
 def countdown_task(nums: Any, target: Any) -> tuple[list[int], Fraction] | None:
-    """Returns the numbers and the target of a row, None without them.
+    """Returns the numbers and the target of a row, or None if the row lacks one of them.
 
-    Raises ValueError, TypeError or ArithmeticError for other values.
+    Raises ValueError, TypeError or ArithmeticError if they are not numbers.
     """
     if nums is None or target is None:
         return None
@@ -138,9 +140,9 @@ def countdown_task(nums: Any, target: Any) -> tuple[list[int], Fraction] | None:
 
 
 def tagged(text: str, tag: str | None) -> str | None:
-    """Returns the stripped text in the last `<tag>...</tag>`, or None.
+    """Returns the stripped text in the last `<tag>...</tag>`, or None if there is none.
 
-    If `tag` is None, the result is the whole text.
+    Returns the whole text, stripped, if `tag` is None.
     """
     if tag is None:
         return text.strip()
@@ -150,11 +152,13 @@ def tagged(text: str, tag: str | None) -> str | None:
 
 
 def _reaches(equation: str, numbers: Sequence[int], target: Fraction) -> bool:
+    """Returns True if the equation, such as "3 * (5 + 2) = 21" or "3 * (5 + 2)", uses each of
+    `numbers` once and equals `target`."""
     equation, equals, result = equation.partition("=")
     if equals and result.strip() != str(target):
         return False
-    # Numbers, four operations and brackets. The length is bounded because parsing nested brackets
-    # recurses.
+    # Only numbers, four operations and brackets are allowed. The length is limited, since parsing
+    # recurses into nested brackets.
     if len(equation) > _MAX_EQUATION_CHARS or not re.fullmatch(r"[\d+\-*/() ]+", equation):
         return False
     try:
@@ -165,7 +169,7 @@ def _reaches(equation: str, numbers: Sequence[int], target: Fraction) -> bool:
 
 
 def evaluate(equation: str) -> Fraction:
-    """Returns the exact value of an expression of whole numbers, + - * / and brackets.
+    """Returns the exact value of an expression made of whole numbers, + - * / and brackets.
 
     Raises ValueError or SyntaxError for anything else.
     """
@@ -173,9 +177,9 @@ def evaluate(equation: str) -> Fraction:
 
 
 def _value(node: ast.expr) -> Fraction:
-    """Returns the exact value of a tree of integers and + - * / with signs.
+    """Returns the exact value of a syntax tree of integers, + - * / and minus signs.
 
-    No name, call or power is ever evaluated.
+    Raises ValueError for any other node, so names, calls and powers are never evaluated.
     """
     if isinstance(node, ast.Constant) and type(node.value) is int:
         return Fraction(node.value)
@@ -197,23 +201,24 @@ _OPERATIONS: dict[type, Callable[..., Fraction]] = {
 def equal_by_math_verify(
     completions: Completions, *, column: str = "answer", **columns: Column
 ) -> Scores:
-    """Returns 1.0 where math-verify finds the final answer equal to that of `column` (LaTeX or
-    plain).
+    """Returns 1.0 where math-verify finds the completion's final answer equal to the gold answer in
+    `column` (LaTeX or plain text).
 
-    A gold answer that it cannot read gives None. A completion gives 1.0 or 0.0, and costs at most
-    one second of CPU time. The deadline of the gold answer uses SIGALRM, which only the main thread
-    may use.
+    The score is None if math-verify cannot read the gold answer, and 0.0 for a completion that
+    takes more than one second of CPU time. Must be called in the main thread: math-verify limits
+    the time for the gold answer by SIGALRM.
     """
     parse = load_math_verify()
     texts = [completion_text(completion) for completion in completions]
     scores: dict[int, float | None] = {}
-    # Of completions that math-verify must compare, as sympy has them.
+    # For the completions that math-verify must compare: by index, the gold answer as sympy objects.
     golds: dict[int, Any] = {}
     for number, (text, gold) in enumerate(zip(texts, values_in(columns, column), strict=True)):
-        # A bare "x^2" is prose to the parser; boxed it is one expression.
+        # The parser takes a bare "x^2" for prose, and \boxed{x^2} for an expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
         boxed = last_boxed(text) or ""
         scores[number] = float(boxed.strip() == str(gold).strip()) if parsed_gold else None
+        # An answer that is much longer than the gold one, or too hard for sympy, keeps this score.
         if parsed_gold and len(boxed) < 2000 + 4 * len(str(gold)) and not _keeps_sympy_busy(boxed):
             golds[number] = parsed_gold
     equal = each_within(_TEXT_S, lambda number: _equals(golds[number], texts[number]), [*golds])
@@ -221,21 +226,21 @@ def equal_by_math_verify(
 
 
 def _equals(parsed_gold: Any, text: str) -> float:
+    """Returns 1.0 if math-verify finds the final answer of `text` equal to the gold answer.
+
+    `parse` may return several readings of the answer. One at which sympy fails counts as unequal.
+    """
     from math_verify import parse, verify
 
-    try:
-        parsed = parse(text, parsing_timeout=0, raise_on_error=True)
-        return float(verify(parsed_gold, parsed, timeout_seconds=0, raise_on_error=True))
-    # sympy failed on one of several readings of the completion; another one may be equal.
-    except Exception:
-        return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
+    # 0 turns math-verify's own time limits off; the caller limits the time (each_within).
+    return float(verify(parsed_gold, parse(text, parsing_timeout=0), timeout_seconds=0))
 
 
 def _keeps_sympy_busy(answer: str) -> bool:
-    """Returns True for answers that cost sympy too much time.
+    """Returns True for answers that would take sympy too long.
 
-    These have deeply nested brackets, powers like 9^{9^{9}}, or powers and factorials of huge
-    numbers.
+    These have deeply nested brackets, powers like 9^{9^{9}}, exponents of 7 digits, or factorials
+    of 5 digits.
     """
     depths = itertools.accumulate((c in "{([") - (c in "})]") for c in answer)
     huge = r"\d\W{0,3}\^\W{0,3}\d+\W{0,3}\^\W{0,3}(\d\d|[4-9])|\^\W{0,3}\d{7}|\d{5}\W{0,3}!"
@@ -244,13 +249,13 @@ def _keeps_sympy_busy(answer: str) -> bool:
 
 @functools.cache
 def load_math_verify() -> Callable[..., Any]:
-    """Returns math-verify's `parse`, after a first use of the whole library.
+    """Returns math-verify's `parse` after using the library once.
 
-    The first use takes half a second, which would otherwise count as a completion's time.
+    Its first use takes half a second more, which would otherwise count as a completion's time.
     """
     from math_verify import parse
 
-    # math_verify would warn that its own deadlines are off.
+    # Else math_verify warns that its own time limits are off.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _equals(parse("\\boxed{(x+1)^2}", parsing_timeout=0), "\\boxed{x^2+2x+\\frac{2}{2}}")
     return parse  # type: ignore[no-any-return]
@@ -267,23 +272,23 @@ def run_tests(
     _wall_s: float = math.inf,
     **columns: Any,
 ) -> Scores:
-    """Returns 1.0 where the completion's Python passes every test of its row.
+    """Returns 1.0 where the completion's Python code passes all tests of its row, else 0.0.
 
     With `partial_credit` the score is the fraction of tests that it passes.
 
-    A row's tests are statements ("assert f(2) == 4") or {"input": ..., "output": ...} pairs, one or
-    a list of them, perhaps as JSON (sandbox.py says how far to trust each kind); without tests the
-    score is None. The code runs in a limited process, one for each pair and one for all statements:
-    it can start threads but no process, and write only to a small folder. Where the code cannot be
-    isolated, this function raises and does not run it, unless `isolation` is "none": then only time
-    and memory are limited.
+    `tests_column` has for each row one test or a list of tests, perhaps as JSON. A test is a
+    statement ("assert f(2) == 4") or a pair {"input": ..., "output": ...}; sandbox.py says how far
+    to trust each kind. The score of a row without tests is None. Each pair runs the code in its own
+    limited process, all statements together in one. The code can start threads but no processes,
+    and write only to a small folder. If it cannot be isolated, this function raises and does not
+    run it, unless `isolation` is "none": then only time and memory are limited.
 
-    `time_s` is the time for all tests of a completion, start-up not counted. Tests that are not
-    reached have failed: an endless loop is wrong, not unknown. Tests that are not reached within
-    `_wall_s`, start-up counted, have failed too. This is a second less than reward_pool.timeout_s;
-    each pair takes 0.1 to 0.3 s of it.
+    `time_s` is the time for all tests of a completion, not counting the start of processes.
+    `_wall_s`, a second less than reward_pool.timeout_s, counts these starts, which take 0.1 to
+    0.3 s for each pair. Tests that are not reached within both have failed: an endless loop is
+    wrong, not unknown.
     """
-    # Seconds of this completion's processes.
+    # Seconds that the processes of the current completion took.
     used: list[float] = []
     limits = Limits(time_s, int(memory_mib), isolation, used.append)
     scores: Scores = []
@@ -313,14 +318,14 @@ def run_tests(
 
 
 def python_code(text: str) -> str:
-    """Returns the last fenced block of Python in `text`.
+    """Returns the content of the last fenced block of Python in `text`.
 
-    Without one, the result is the last fenced block without a language, or else the whole text. The
-    text is read line by line, so that no text takes long.
+    If there is none, returns the last fenced block without a language, or else the whole text. The
+    text is read line by line, since a regular expression may take very long for some texts.
     """
-    # The last one of each language.
+    # By language: the content of the last block.
     blocks: dict[str, str] = {}
-    # Line at which the open block begins; 0: no block is open.
+    # The number of the line that opened a block, or 0 outside blocks.
     start = 0
     language = ""
     lines = text.split("\n")
@@ -339,8 +344,10 @@ def python_code(text: str) -> str:
 
 
 def parse_tests(entry: Any) -> list[str | dict[str, Any]]:
-    """Returns the tests of a row, which may be JSON. Raises ValueError for an entry that is no
-    test."""
+    """Returns the tests of a row as a list.
+
+    `entry` is one test or a list of tests, or that as JSON. Raises ValueError for anything else.
+    """
     if isinstance(entry, str):
         try:
             entry = json.loads(entry)
@@ -369,10 +376,11 @@ SHIPPED: dict[str, Callable[..., Any]] = {
 
 
 def final_answer(text: str) -> str:
-    r"""Returns the final answer of a completion for a vote, as text: 1/2 and 0.5 are two answers.
+    r"""Returns the final answer of a completion for a majority vote.
 
-    It is the last whole \boxed{...}, or else the text after the last "####", or else the last
-    <answer>...</answer>, or else the whole text.
+    It is the content of the last complete \boxed{...}, or else the text after the last "####", or
+    else the content of the last <answer>...</answer>, or else the whole text. Answers are compared
+    as text, so 1/2 and 0.5 differ.
     """
     boxed = last_boxed(text)
     if boxed is not None:
@@ -385,11 +393,11 @@ def final_answer(text: str) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the \boxed{...} that closes last.
+    r"""Returns the content of the \boxed{...} that closes last, or None if there is none.
 
-    One pass is enough: a completion may repeat an unclosed one a thousand times.
+    It reads the text once, so that a completion with a thousand unclosed \boxed{ takes no longer.
     """
-    # Where the inside of each open bracket begins; None: an ordinary bracket.
+    # For each open bracket: where the content of a \boxed{ begins, or None for another bracket.
     open_brackets: list[int | None] = []
     inside = None
     for token in re.finditer(r"\\boxed\s*\{|\\.|[{}]", text, re.DOTALL):

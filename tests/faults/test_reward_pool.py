@@ -581,7 +581,7 @@ def test_workers_beyond_the_limit_of_open_files(tmp_path: Path) -> None:
     assert output(200).endswith(
         "ConfigError: reward_pool.num_workers (150) needs 250 open files on each rank, and the "
         "limit of open files "
-        "(ulimit -Hn) is 200: 100 workers would do"
+        "(ulimit -Hn) is 200: at most 100 workers fit"
     )
 
 

@@ -690,12 +690,12 @@ typed(
 typed(
     "data in a folder",
     "data.train=model",
-    "it is a folder: give a file of it",
+    "it is a folder: give a file in it",
 )
 typed(
     "a data set of the hub by its name alone",
     "data.train=openai/gsm8k",
-    "of the hub: hub:openai/gsm8k::train",
+    "on the hub: hub:openai/gsm8k::train",
 )
 
 
@@ -832,7 +832,7 @@ reward_file("a reward that yields, as an object",
             "class R:\n    async def __call__(self, **k): yield 1.0\nfn = "
             "R()", "R must take completions or completion_ids by name")  # fmt: skip
 reward_file("a reward beside its helper", "import helper", "ModuleNotFoundError: No module named "
-                                                           "'helper'; it lies",
+                                                           "'helper'; only the working",
             "set PYTHONPATH=rw")  # fmt: skip
 
 
@@ -1035,18 +1035,18 @@ typed(
 typed(
     "data elsewhere",
     "data.train=https://host/x.jsonl",
-    "data.train: addresses are not read; download it",
+    "data.train: URLs are not read; download it",
     "got 'http",
 )
 typed(
     "data of the hub by its page",
     "data.train=https://huggingface.co/datasets/org/x",
-    "of the hub: hub:org/x::train",
+    "on the hub: hub:org/x::train",
 )
 typed(
     "data of the hub by its address",
     "data.train=hf://datasets/org/x/train.parquet",
-    "of the hub: hub:org/x::train",
+    "on the hub: hub:org/x::train",
 )
 
 

@@ -307,7 +307,7 @@ def test_what_cannot_travel_is_named(tmp_path: Path) -> None:
     assert message.startswith(
         "rewards.1: 1 cannot be handed to the processes that score (TypeError: cannot pickle "
     )
-    assert message.endswith("; make what it holds on to inside the function")
+    assert message.endswith("; create the object that it uses inside the function")
 
 
 def test_the_package_is_imported_without_torch_and_run_is_the_function() -> None:

@@ -177,7 +177,7 @@ def test_a_parquet_column_that_is_there_twice_is_refused(tmp_path: Path) -> None
     table = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 3, names=["prompt", "x", "x"])
     pyarrow.parquet.write_table(table, tmp_path / "t.parquet")
     with pytest.raises(
-        ConfigError, match=r"t\.parquet cannot be read as parquet: the column 'x' is there twice"
+        ConfigError, match=r"t\.parquet cannot be read as parquet: it has the column 'x' twice"
     ):
         read_rows(DataConfig(train=str(tmp_path / "t.parquet")))
 

@@ -113,13 +113,13 @@ FAILURES: list[tuple[str, str, bool, float | None, int | None]] = [
     ("503", "answered 503 OK", True, 0.0, 503),
     ("drop", "did not answer: ServerDisconnectedError", True, None, None),
     ("half", "did not answer to the end", True, None, 200),
-    ("nan", "answered what is no finite number: NaN", True, None, 200),
-    ("infinite", "answered what is no finite number: Infinity", True, None, 200),
-    ("null", "answered what is no finite number: null", True, None, 200),
-    ("text", "answered what is no JSON: 'I would say seven.'", True, None, 200),
-    ("text_once", 'answered what is no finite number: "7"', True, None, 200),
-    ("deep", "answered what is no JSON", True, None, 200),
-    ("length", "answered what is no finite number: [1, 2, 3, 4, 5]", True, None, 200),
+    ("nan", "answered a value that is not a finite number: NaN", True, None, 200),
+    ("infinite", "answered a value that is not a finite number: Infinity", True, None, 200),
+    ("null", "answered a value that is not a finite number: null", True, None, 200),
+    ("text", "answered text that is not JSON: 'I would say seven.'", True, None, 200),
+    ("text_once", 'answered a value that is not a finite number: "7"', True, None, 200),
+    ("deep", "answered text that is not JSON", True, None, 200),
+    ("length", "answered a value that is not a finite number: [1, 2, 3, 4, 5]", True, None, 200),
     ("404", "answered 404 Not <redacted>: 'no such model for <redacted>", False, None, 404),
     ("redirect", "answered 302 Found", False, None, 302),
     ("gzip", "answered with compressed data", False, None, 200),
@@ -809,7 +809,7 @@ def test_a_function_under_a_limit_is_called_with_one_completion(tmp_path: Path) 
     ]
     assert [load_rewards([item])[0].one_at_a_time for item in limited] == [False, False, True, True]
     (tmp_path / "looks.py").write_text("def f(completions, environments):\n    return [1.0]\n")
-    with pytest.raises(ConfigError, match="takes environments, and is called where they are"):
+    with pytest.raises(ConfigError, match="takes environments, so it is called in their processes"):
         load_rewards([RewardConfig(function=f"{tmp_path}/looks.py:f", max_concurrent=2)])
 
 

@@ -114,10 +114,10 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
         _places(lambda places: [None, *places[2:], places[1]]),
         "without the prompt's own token",
     ),
-    ("another's", lambda body: OTHERS, "for another prompt than it was asked of"),
+    ("another's", lambda body: OTHERS, "for another prompt than the request's"),
     ("short", _places(lambda places: places[:-1]), "3 prompt_logprobs for 4 tokens"),
     ("long", _places(lambda places: [*places, places[1]]), "5 prompt_logprobs for 4 tokens"),
-    ("none", _places(lambda _: None), "prompt_logprobs of another form"),
+    ("none", _places(lambda _: None), "prompt_logprobs of an unexpected form"),
     (
         "a null inside",
         _places(lambda places: [*places[:2], None, places[3]]),
@@ -132,15 +132,15 @@ SPOILT: list[tuple[str, Callable[[Any], Any], str]] = [
     (
         "no token's id",
         _places(lambda places: [*places[:2], places[2] | {"9" * 5000: {}}, places[3]]),
-        "another form",
+        "an unexpected form",
     ),
     (
         "an id twice",
         _places(lambda places: [*places[:2], places[2] | {"07": places[2]["7"]}, places[3]]),
         "form",
     ),
-    ("a reward", lambda body: {"score": 1}, "prompt_logprobs of another form"),
-    ("a list", lambda body: [1, 2], "prompt_logprobs of another form"),
+    ("a reward", lambda body: {"score": 1}, "prompt_logprobs of an unexpected form"),
+    ("a list", lambda body: [1, 2], "prompt_logprobs of an unexpected form"),
 ]
 
 
@@ -218,9 +218,9 @@ def test_the_likeliest_tokens_are_those(spoilt: str) -> None:
 
     with stub_server(_places(change)) as server, pytest.raises(FailedCallError) as failed:
         ask(server, 2)
-    assert ("add up to more than 1" if spoilt == "more than all" else "tokens at a place") in str(
-        failed.value
-    )
+    assert (
+        "add up to more than 1" if spoilt == "more than all" else "tokens at a position"
+    ) in str(failed.value)
 
 
 WAYS = (

@@ -1,17 +1,17 @@
 """This module limits the reward calls of one rank: how many run at once, how soon the next one
 starts, and whether a failed call is retried.
 
-`max_concurrent` and `max_per_minute` count over all ranks: each rank has an equal share; the first
-ranks have one more where the limit does not divide. Calls start at even intervals, so that no
-minute has too many of them. A retry is a call like any other; until it starts, it occupies no
-worker and counts for no limit.
+`max_concurrent` and `max_per_minute` are limits over all ranks. Each rank has an equal share; if
+the limit is no multiple of the number of ranks, the first ranks have one more. Calls start at even
+intervals, so that no minute has too many of them. A retry is a call like any other; while it waits
+to start, it occupies no worker and does not count towards the limits.
 
-After 20 failures in a row a reward's calls pause for 30 s, and then one call (the *probe*) tries
-the server. If the probe fails while the engine still samples, the calls pause again, since nobody
-waits for them. If it fails after the engine has finished, the remaining calls of this scoring are
-not made, but counted as failed. So a lost server costs half a minute, not hours, and the share of
-failures (reward_pool.max_error_frac) decides whether the run continues. The next scoring begins
-without a pause.
+After 20 failures in a row, the calls of a reward that has a server pause for 30 s. Then one call,
+the *probe*, tries the server. If the probe fails while the engine still samples, the calls pause
+again, since nothing waits for them yet. If it fails after the engine has finished, the remaining
+calls of this scoring are not made and count as failed. So a server that is down costs half a
+minute, not hours, and the fraction of failures (reward_pool.max_error_frac) decides whether the run
+continues. The next scoring begins without a pause.
 """
 
 from __future__ import annotations
@@ -32,53 +32,57 @@ _PAUSE_S = 30.0
 _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
 _MAX_WAIT_S = 0.5
-# How a call ended. "put_off" means that its server is up and asks for a later call.
+# How a call ended. "put_off": the server is up, but has asked to be called again later.
 Outcome = Literal["ok", "failed", "put_off"]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a reward. Times are on the monotonic clock."""
+    """One call of a reward, which may be made several times. Times are of the monotonic clock."""
 
     reward: int
     """The index of the reward."""
     samples: list[Any]
     """The samples to score; only the caller knows their type."""
     num_made: int = 0
+    """The number of attempts that were started."""
     start: float = 0.0
+    """When the latest attempt started."""
     spent_s: float = 0.0
-    """Seconds that earlier attempts took, pauses included."""
+    """Seconds that earlier attempts and the pauses after them took."""
     not_before: float = -math.inf
+    """When the next attempt may start."""
     statuses: tuple[int, ...] = ()
     """The HTTP statuses of failed attempts."""
     error: str = ""
-    """Why it failed for good, or "" while it may be made again."""
+    """Why the call has failed for good, or "" as long as it may be made again."""
 
 
 @dataclass
 class _Limit:
-    """The limits of one reward on this rank, with the counts and pauses of this scoring."""
+    """The limits of one reward on this rank, and the state of its calls in the current scoring."""
 
     timeout_s: float
     config: RewardConfig
     max_concurrent: float
     # Seconds between the starts of two calls.
     interval_s: float
-    # This time holds from one scoring to the next, so that no minute has too many calls.
+    # Not reset between two scorings, so that no minute has too many calls.
     next_start: float = -math.inf
     num_running: int = 0
-    # Failures in a row, and the reason of the first of them.
+    # The number of failures in a row, and the reason of the first of them.
     num_failed: int = 0
     first_reason: str = ""
     paused_until: float = -math.inf
-    # True during a pause and after it, until the probe has succeeded.
+    # True from the beginning of a pause until a probe has succeeded.
     is_probing: bool = False
+    # The call that tries the server after a pause, once it has started.
     probe: Call | None = None
     has_given_up: bool = False
 
     @property
     def ready_at(self) -> float:
-        """Returns the earliest time at which a call may start."""
+        """The earliest time at which `interval_s` and a pause let a call start."""
         return max(self.next_start, self.paused_until)
 
     def can_start(self, now_s: float) -> bool:
@@ -88,16 +92,15 @@ class _Limit:
 
 
 class CallLimits:
-    """Decides when the calls of all rewards start on this rank.
+    """Decides when this rank starts the calls of its rewards.
 
-    Calls of a reward without limits start at once.
+    Calls of a reward without limits may start at once.
     """
 
     def __init__(
         self, rewards: Sequence[RewardConfig], timeout_s: float, rank: int, num_ranks: int
     ) -> None:
-        """`rewards` are in the order of `Call.reward`; `timeout_s` is for rewards without their
-        own."""
+        """`Call.reward` is an index of `rewards`. `timeout_s` is for rewards that do not set it."""
         self._limits = [
             _Limit(
                 timeout_s if reward.timeout_s is None else reward.timeout_s,
@@ -107,9 +110,10 @@ class CallLimits:
             )
             for reward in rewards
         ]
-        # The start times of waiting retries.
+        # When waiting retries may start.
         self._retry_times: list[float] = []
         self._random = random.Random()
+        # False while the engine still samples, so that a pause delays nothing.
         self._is_waited_for = True
 
     def begin_scoring(self) -> None:
@@ -125,11 +129,11 @@ class CallLimits:
         self._retry_times.clear()
 
     def wait_for_all(self) -> None:
-        """Records that the caller now does nothing but wait for the calls of this scoring."""
+        """Must be called when the caller begins to do nothing but wait for the calls."""
         self._is_waited_for = True
 
     def timeout_s(self, call: Call) -> float:
-        """Returns the seconds that a call may take, retries and pauses included."""
+        """Returns the seconds that a call may take, with its retries and the pauses between."""
         return self._limits[call.reward].timeout_s
 
     def remaining_s(self, call: Call) -> float:
@@ -137,8 +141,10 @@ class CallLimits:
         return self.timeout_s(call) - call.spent_s
 
     def take_next(self, calls: deque[Call]) -> Call | None:
-        """Removes the first of `calls` that may start now, starts it and returns it, or returns
-        None."""
+        """Removes the first of `calls` that may start now, counts it as started and returns it.
+
+        Returns None if no call may start now.
+        """
         now_s = time.monotonic()
         can_start = [limit.can_start(now_s) for limit in self._limits]
         if not any(can_start):
@@ -156,21 +162,25 @@ class CallLimits:
         return None
 
     def wait_s(self) -> float:
-        """Returns the seconds until a call may start without a new answer, half a second at
-        most."""
+        """Returns the seconds until the next limit, pause or retry time ends, at most 0.5.
+
+        The caller waits that long for answers before it calls take_next() again.
+        """
         now_s = time.monotonic()
         self._retry_times = [at for at in self._retry_times if at > now_s]
         times = [*self._retry_times, *(limit.ready_at for limit in self._limits)]
         return min([_MAX_WAIT_S, *(at - now_s for at in times if at > now_s)])
 
     def put_back(self, call: Call) -> Call:
-        """Returns a started call as it was before the start: its worker had died before the call
-        began."""
+        """Returns a started call as it was before its start.
+
+        Used if the worker died before it got the call.
+        """
         self._limits[call.reward].num_running -= 1
         return replace(call, num_made=call.num_made - 1)
 
     def end(self, call: Call, outcome: Outcome, reason: str = "") -> None:
-        """Notes how a started call has ended; `reason` says why it failed."""
+        """Records how a started call ended. `reason` says why it failed."""
         limit = self._limits[call.reward]
         limit.num_running -= 1
         if outcome == "ok":
@@ -187,7 +197,7 @@ class CallLimits:
                 and not limit.is_probing
                 and limit.config.url is not None
             )
-            # Nobody samples any more, so further pauses would only make the run wait.
+            # The engine has finished, so another pause would make the whole run wait.
             if is_probe and self._is_waited_for:
                 limit.has_given_up = True
             elif is_probe or is_down:
@@ -195,8 +205,10 @@ class CallLimits:
                 limit.paused_until = time.monotonic() + _PAUSE_S
 
     def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
-        """Notes that a started call has failed after `seconds`. Returns the call that retries it;
-        its `error` is the reason if there is no retry."""
+        """Records that a started call failed after `seconds`, and returns it for another attempt.
+
+        If there may be no other attempt, `error` of the returned call says why.
+        """
         self.end(call, "failed" if error.wait_s is None else "put_off", str(error))
         if error.status is not None:
             call = replace(call, statuses=(*call.statuses, error.status))
@@ -206,7 +218,8 @@ class CallLimits:
             return replace(call, error=f"{error} ({attempts})" if call.num_made > 1 else str(error))
         pause_s = error.wait_s
         if pause_s is None:
-            # Full jitter: the ranks must not come back to a busy server all at once.
+            # Full jitter (a uniformly random pause up to an exponentially growing one), so that not
+            # all ranks return to a busy server at once.
             longest_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (call.num_made - 1))
             pause_s = self._random.uniform(0, longest_s)
         spent_s = call.spent_s + seconds + pause_s
@@ -221,8 +234,10 @@ class CallLimits:
         return replace(call, spent_s=spent_s, not_before=retry_at)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` those of rewards that were given up in this scoring; returns them
-        with their error."""
+        """Removes from `calls` those of rewards that were given up in this scoring.
+
+        Returns them with their `error` set.
+        """
         hopeless = {i for i, limit in enumerate(self._limits) if limit.has_given_up}
         if not hopeless:
             return []
@@ -241,9 +256,12 @@ class CallLimits:
         return given_up
 
     def measure(self, call: Call, seconds: float) -> dict[str, list[float]]:
-        """Returns the metrics of a call that ended, in the form of notes of ScoredRollouts.
+        """Returns the metrics of a call that has ended, in the form of ScoredRollouts.notes
+        "logged".
 
-        They are the `seconds` of the last request, the number of requests, and the HTTP errors.
+        They are the `seconds` of the last request, the number of requests, and the number of each
+        HTTP error. A dot before a name keeps it apart from names that reward functions log.
+        Returns {} if the reward's calls are not measured.
         """
         if not self._limits[call.reward].config.is_measured:
             return {}
@@ -254,8 +272,8 @@ class CallLimits:
 
 
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
-    """Returns this rank's share of a limit over all ranks; infinity if there is no limit.
+    """Returns this rank's share of a limit over all ranks, or infinity if there is no limit.
 
-    The share is never 0: `check_calls` refuses such a limit.
+    The share is at least 1, since `check_calls` refuses a limit below the number of ranks.
     """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)

@@ -1,15 +1,16 @@
 """This module runs users' code in processes: a nursery that loads the code once, and its workers.
 
-    python -m MODULE SOCKET_FD SETUP_FD PARENT_PID      (by processes.py; MODULE calls run_nursery)
+    python -m MODULE SOCKET_FD SETUP_FD PARENT_PID
 
-A *nursery* is a process without torch that imports the users' code once and forks *workers*, which
-call the code. The nursery is started by exec, so that no thread, lock or GPU of the rank is
-inherited. It adopts all processes that its workers leave (child subreaper), reaps them, and kills
-them all when the rank ends, however the rank ends.
+processes.py starts it with a MODULE that calls `run_nursery`. A *nursery* is a process without
+torch that imports the users' code once and forks *workers*, which call the code. The nursery is a
+new program (exec), so it inherits no thread, lock or GPU of the rank. As a child subreaper it
+becomes the parent of all processes that its workers leave behind. It reaps them, and kills all of
+them when the rank ends, even if the rank was killed.
 
-A worker serves one call at a time over its own socket. Each message is a *frame*: four bytes of
-length and JSON. A worker lives in its own process group, so that one kill ends it together with the
-helper processes that the user's code started.
+A worker serves one call at a time over its own socket. Each message is a *frame*: its length in
+four bytes, then JSON. A worker leads its own process group, so that one kill ends it together with
+the helper processes that the user's code started.
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.rewards.named import unpack_functions
 
-# Turns the message of a call into its reply.
+# A function of a worker that takes the message of a call and returns the reply.
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-# Takes the setup message of the pool. Returns facts for the pool, and a function that makes the
-# Answer of a worker, in that worker.
+# A function of the nursery that takes the pool's setup message and loads the user's code. It
+# returns facts for the pool, and a function that each worker calls to create its Answer.
 Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
 
 MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-# Types of parquet columns that JSON does not know, by name: functions to JSON and back.
+# Types of parquet columns that JSON does not have, by name: (function to JSON, function back).
 _BEYOND_JSON: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "bytes": (bytes.hex, bytes.fromhex),
     "Decimal": (str, decimal.Decimal),
@@ -60,9 +61,10 @@ _TAG = "__grpo_spmd_type__"
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
-    """Returns a frame: a message as JSON after its length in four bytes.
+    """Returns a message as a frame: its length in four bytes, then JSON.
 
-    Raises TypeError for a value whose type is neither JSON's nor in `_BEYOND_JSON`.
+    A value of a type in `_BEYOND_JSON` becomes a *tagged* JSON object, {_TAG: type, "value": ...}.
+    Raises TypeError for a value of any other type that JSON does not have.
     """
 
     def encode(value: Any) -> Any:
@@ -81,10 +83,10 @@ def encode_frame(message: dict[str, Any]) -> bytes:
 def decode_frame(
     buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES, *, has_types: bool = True
 ) -> dict[str, Any] | None:
-    """Takes one message from the front of `buffer` and returns it, or None while it is incomplete.
+    """Removes one message from the front of `buffer` and returns it, or None if it is incomplete.
 
-    Without `has_types` no value is of a type in `_BEYOND_JSON`. Raises ValueError for bytes that
-    are not a message.
+    If `has_types`, tagged objects become values of the types in `_BEYOND_JSON`. Raises ValueError
+    if the bytes are not a message, or one of more than `most_bytes`.
     """
     if len(buffer) < 4:
         return None
@@ -101,29 +103,33 @@ def decode_frame(
 
 
 def _decode_value(value: dict[str, Any]) -> Any:
-    """Returns the value that `encode_frame` has written as an object of JSON."""
+    """Returns the value that `encode_frame` encoded as a tagged JSON object.
+
+    Returns any other JSON object unchanged.
+    """
     if value.keys() != {_TAG, "value"}:
         return value
     try:
-        return _BEYOND_JSON[value[_TAG]][1](value["value"])
-    # Arguments of a call may look like it, which a policy has written.
+        _, from_json = _BEYOND_JSON[value[_TAG]]
+        return from_json(value["value"])
+    # A tool call's arguments, written by the policy, may happen to look like a tagged value.
     except (ArithmeticError, KeyError, TypeError, ValueError):
         return value
 
 
 class _Debugger(pdb.Pdb):
-    """A pdb that continues the program where piped commands end."""
+    """A pdb that continues the program when commands piped to its stdin end."""
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Leaves the debugger on a terminal; continues the program where piped commands end.
+        """Leaves the debugger at Ctrl-D on a terminal, but continues at the end of piped commands.
 
-        One worker has read all piped commands, so the end says nothing about the user's wish.
+        A pipe may be at its end only because another worker has read all of it.
         """
         return super().do_EOF(arg) if sys.stdin.isatty() else self.do_continue(arg)
 
 
 class Worker:
-    """One forked process, which serves calls until its socket ends."""
+    """The worker's side of a forked process: it serves calls until the pool closes its socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -134,7 +140,7 @@ class Worker:
         sys.breakpointhook = self._breakpoint
 
     def serve(self, answer: Answer) -> None:
-        """Answers one message after the other until the pool closes the socket."""
+        """Replies to one message after the other until the pool closes the socket."""
         while (message := self._receive()) is not None:
             reply = answer(message)
             # The user's code may have closed or replaced these streams.
@@ -147,8 +153,8 @@ class Worker:
     def say(self, message: dict[str, Any]) -> None:
         """Sends a message to the pool.
 
-        A child that the user's code forked returns from it too, and ends here instead: only its
-        parent answers.
+        If the user's code forked, the child process, too, returns from that code to this method. It
+        ends here, so that only the worker answers.
         """
         if os.getpid() != self._pid:
             os._exit(0)
@@ -164,15 +170,15 @@ class Worker:
         return message
 
     def _breakpoint(self, *_arguments: Any, **_options: Any) -> None:
-        """Serves breakpoint() in user code.
+        """Runs pdb for breakpoint() in the user's code.
 
-        The pool stops this call's clock and lends the terminal, on which pdb runs.
+        It first asks the pool, which stops the call's clock and lends the rank's terminal.
         """
         if os.environ.get("PYTHONBREAKPOINT") == "0" or os.getpid() != self._pid:
             return
         if self._log_fds is None:
             self.say({"breakpoint": self._pid})
-            # The answer brings the rank's standard streams, which no other call can reach.
+            # The answer comes with the rank's stdin and stdout. No other worker has them meanwhile.
             frame, terminal, *_ = socket.recv_fds(self._sock, 1 << 10, 2)
             self._buffer += frame
             if len(terminal) != 2 or self._receive() is None:
@@ -182,14 +188,14 @@ class Worker:
             for fd, stream in enumerate(terminal):
                 os.dup2(stream, fd)
                 os.close(stream)
-            # The same stream serves later breakpoints: it may hold piped commands for them.
+            # Kept for later breakpoints: its buffer may already have piped commands for them.
             if self._stdin is None:
                 self._stdin = open(0, closefd=False)  # noqa: SIM115
             sys.stdin = self._stdin
         _Debugger().set_trace(sys._getframe(1))
 
     def _leave_terminal(self) -> None:
-        """Gives the terminal back after a debugged call."""
+        """Restores the worker's own streams after a call that used the terminal."""
         for fd, log_fd in enumerate(self._log_fds or ()):
             os.dup2(log_fd, fd)
             os.close(log_fd)
@@ -197,31 +203,32 @@ class Worker:
 
 
 def run_nursery(load: Load) -> None:
-    """Runs the nursery and does not return; sys.argv is as above."""
+    """Runs the nursery with the arguments in sys.argv (see the top of the file). Never returns."""
     _Nursery(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[3]), load).run()
 
 
 class _Nursery:
     """The process that loads the user's code once and forks workers from it."""
 
-    def __init__(self, rank: socket.socket, parent_pid: int, load: Load) -> None:
-        self._rank, self._load = rank, load
-        # The number by which the pool knows a worker, by the worker's pid.
+    def __init__(self, rank_socket: socket.socket, parent_pid: int, load: Load) -> None:
+        """`rank_socket` is connected to the pool, in the process `parent_pid`."""
+        self._rank_socket, self._load = rank_socket, load
+        # By pid of a worker: the number by which the pool knows it.
         self._workers: dict[int, int] = {}
         self._wakeup, wakeup_write = os.pipe()
         os.set_blocking(wakeup_write, False)
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        # Only Linux has prctl.
+        # prctl exists on Linux only.
         with suppress(AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         end_with_parent(signal.SIGTERM, parent_pid)
 
     def run(self) -> None:
-        """Serves the rank until it ends. Does not return."""
+        """Serves the rank until it ends. Never returns."""
         try:
-            # This error says that the rank died before it read all messages.
+            # ConnectionError: the rank died before it had read all messages.
             with suppress(ConnectionError):
                 self._serve()
         except BaseException:
@@ -230,7 +237,7 @@ class _Nursery:
         self._end()
 
     def _serve(self) -> None:
-        """Loads the user's code, then forks and kills workers as the pool asks."""
+        """Loads the user's code, then forks and kills workers when the pool tells it to."""
         with open(int(sys.argv[2]), "rb") as file:
             setup: Any = decode_frame(bytearray(file.read()))
         sys.path[:] = setup["sys_path"]
@@ -247,7 +254,7 @@ class _Nursery:
             os._exit(1)
         self._tell({"ready": facts})
         selector = selectors.DefaultSelector()
-        selector.register(self._rank, selectors.EVENT_READ)
+        selector.register(self._rank_socket, selectors.EVENT_READ)
         selector.register(self._wakeup, selectors.EVENT_READ)
         while True:
             for key, _ in selector.select():
@@ -255,7 +262,7 @@ class _Nursery:
                     os.read(self._wakeup, 4096)
                     self._reap()
                     continue
-                payload, fds, _, _ = socket.recv_fds(self._rank, 1 << 16, 2)
+                payload, fds, _, _ = socket.recv_fds(self._rank_socket, 1 << 16, 2)
                 if not payload:
                     self._end()
                 message = json.loads(payload)
@@ -276,13 +283,13 @@ class _Nursery:
             status = 1
             try:
                 nursery_pid = os.getppid()
-                # The worker leads a new group, so that one kill reaches its helpers too.
+                # The worker leads a new process group, so that one kill also ends its helpers.
                 os.setpgid(0, 0)
                 signal.set_wakeup_fd(-1)
-                for number_ in (signal.SIGCHLD, signal.SIGTERM):
-                    signal.signal(number_, signal.SIG_DFL)
+                for signal_number in (signal.SIGCHLD, signal.SIGTERM):
+                    signal.signal(signal_number, signal.SIG_DFL)
                 end_with_parent(signal.SIGKILL, nursery_pid)
-                self._rank.close()
+                self._rank_socket.close()
                 os.close(self._wakeup)
                 os.dup2(log_fd, 1)
                 os.dup2(log_fd, 2)
@@ -293,7 +300,8 @@ class _Nursery:
                 worker.serve(make(worker))
                 status = 0
             except OSError:
-                # The pool is gone, or the user's code closed the worker's socket.
+                # The pool is gone, or the user's code closed the worker's socket. (An OSError of
+                # the user's code itself has become a reply.)
                 pass
             except BaseException:
                 traceback.print_exc()
@@ -301,14 +309,15 @@ class _Nursery:
                 os._exit(status)
         os.close(sock_fd)
         os.close(log_fd)
-        # This thread also reaps, so the worker cannot have died unnoticed before this line.
+        # The worker may have died already, but only this thread reaps children, so its death is
+        # still to be handled and will find this entry.
         self._workers[pid] = number
 
     def _reap(self) -> None:
         """Reaps dead children and tells the pool which workers died.
 
-        The group of a dead worker is killed before the worker's pid is free again. Adopted helpers
-        are killed too.
+        A dead worker's process group is killed first, while its number (the worker's pid) cannot
+        have been reused yet. Helpers that left the group are killed too.
         """
         while (ended := _first_dead_child()) is not None:
             if ended.si_pid in self._workers:
@@ -324,9 +333,9 @@ class _Nursery:
                 os.waitpid(ended.si_pid, 0)
 
     def _kill_adopted(self, patience_s: float = 2) -> None:
-        """Kills adopted processes until there are none.
+        """Kills the processes that workers have left to the nursery, until there are none.
 
-        Each kill may hand the killed process's children to the nursery.
+        Each kill may make the nursery the parent of the killed process's children.
         """
         deadline = time.monotonic() + patience_s
         while adopted := [pid for pid in _children() if pid not in self._workers]:
@@ -335,7 +344,7 @@ class _Nursery:
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
-            # Some process is in an uninterruptible wait, perhaps for a dead file server.
+            # Give up on a process in an uninterruptible wait, perhaps for a dead file server.
             if time.monotonic() > deadline:
                 return
             time.sleep(0.002)
@@ -343,14 +352,14 @@ class _Nursery:
     def _tell(self, message: dict[str, Any]) -> None:
         """Sends a message to the pool; ends the nursery if the rank is gone."""
         try:
-            self._rank.send(json.dumps(message).encode())
+            self._rank_socket.send(json.dumps(message).encode())
         except OSError:
             self._end()
 
     def _end(self, *_: Any, code: int = 0) -> None:
-        """Kills all workers and their helpers, and exits.
+        """Kills all workers and their helpers, and exits. Also the handler of SIGTERM.
 
-        The patience is long, since nobody kills them afterwards: a machine may stall for seconds.
+        It waits up to a minute for their end, since nobody would kill them afterwards.
         """
         for pid in self._workers:
             _kill_group(pid)
@@ -360,13 +369,14 @@ class _Nursery:
 
 
 def _first_dead_child() -> Any:
-    """Returns the first dead child without reaping it, or None."""
+    """Returns the result of waitid for a dead child, which is not reaped, or None without one."""
     with suppress(ChildProcessError):
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     return None
 
 
 def _children() -> list[int]:
+    """Returns the pids of this process's children."""
     # A kernel without CONFIG_PROC_CHILDREN has no such file.
     with suppress(OSError):
         return [
@@ -376,8 +386,8 @@ def _children() -> list[int]:
 
 
 def _kill_group(pid: int) -> None:
-    """Kills a process group, and its leader if the group does not exist yet."""
-    # The process may not have made its group yet.
+    """Kills the process group that a worker leads, and the worker itself, which may not have
+    created its group yet."""
     for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError, PermissionError):
             kill(pid, signal.SIGKILL)

@@ -1,10 +1,10 @@
-"""This module scores completions in worker processes, with a deadline for each call and exact
-counts.
+"""This module scores completions in worker processes, with a time limit for each call and exact
+counts of failures.
 
-A *call* is one call of a reward function, for one completion or for a whole group. The processes
-are those of processes.py; each call goes to any free worker, and a call past its deadline is killed
-with its process. protocol.py says what becomes of failures. With W workers and h completions that
-hang, scoring takes about (h + number of groups that they are in) / W + 1 deadlines.
+A *call* is one call of a reward function, for one completion or for a whole group. It is made by
+any free worker (processes.py); a worker whose call passes its deadline is killed. protocol.py
+explains what a failure means. If h completions hang, W workers need about
+(h + the number of their groups) / W + 1 times the time limit of a call.
 """
 
 from __future__ import annotations
@@ -31,14 +31,17 @@ from grpo_spmd.rewards.scorers import sum_rewards
 from grpo_spmd.rewards.trl import FailedCallError, TrainerState
 
 _log = logging.getLogger("grpo_spmd")
-# Seconds of a worker's time for one completion. Slower rewards are called early.
+# A reward that takes more seconds for a completion is called while the engine still samples.
 _SLOW_S = 0.003
-# How many reasons a warning shows.
+# The largest number of reasons in a warning.
 _MAX_SHOWN = 3
 
 
 class _Reply(msgspec.Struct):
-    """The reply that worker.call_reward returns. User code runs in the process that sends it."""
+    """The reply of worker.call_reward, with the seconds of the call.
+
+    It is checked, as it comes from a process that runs the user's code.
+    """
 
     values: list[float | str | None] | None = None
     metrics: dict[str, tuple[float, int]] = {}
@@ -52,9 +55,9 @@ class _Reply(msgspec.Struct):
 
 
 class _Result(NamedTuple):
-    """What a reward gave a completion."""
+    """The value of a reward for one completion."""
 
-    # NaN marks a failed reward; None means that the reward does not apply.
+    # NaN if the call failed, None if the reward does not apply.
     value: float | None
     status: str
     error: str = ""
@@ -62,22 +65,22 @@ class _Result(NamedTuple):
 
 @dataclass(eq=False)
 class _Sample:
-    """One completion to score. Dicts are indexed by the number of a reward."""
+    """One completion to score. The keys of dicts are indices of rewards."""
 
     text: str
     inputs: dict[str, Any]
     """The keyword arguments of the reward functions."""
     results: dict[int, _Result] = field(default_factory=dict)
     group_errors: dict[int, str] = field(default_factory=dict)
-    """The errors of calls for a whole group, kept at the group's first completion."""
+    """The errors of calls for the whole group, if this is the group's first completion."""
     notes: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
-    """Notes as in ScoredRollouts, by kind and reward."""
+    """Notes as in ScoredRollouts, by kind and name of the reward."""
 
 
 class RewardPool(ProcessPool):
-    """Scores rollouts in `pool.num_workers` processes, which `close()` ends.
+    """Scores rollouts in at most `pool.num_workers` worker processes; `close()` ends them.
 
-    Only the thread that made the pool may use it.
+    Only the thread that created the pool may use it.
     """
 
     _what = "reward"
@@ -94,17 +97,17 @@ class RewardPool(ProcessPool):
         watched: Collection[str] = (),
         secrets: Collection[str] = (),
     ) -> None:
-        """Starts the nursery, which imports the rewards; `load_rewards` has checked them.
+        """Starts the nursery, which imports the rewards; `load_rewards` has checked them before.
 
-        What reward functions print goes to `log_file`; the file and its folder are made at the
-        first scoring. `columns` are all columns of the data sets: a row that lacks one passes None
-        for it. `check` is called twice a second during scoring; an exception from it ends the
-        scoring. `ranks` is (this rank, number of ranks); the ranks share limits of calls.
-        Timeouts of the rewards named in `watched` never end a scoring. `secrets` is as in
-        ProcessPool.
+        What reward functions print goes to `log_file`, which is created, with its folder, at the
+        first scoring. `columns` are all columns of the data sets: functions get None for a column
+        that a row lacks. `check` is called twice a second during scoring, and ends it if it raises.
+        `ranks` is (this rank, number of ranks), since the ranks share call limits. Timeouts of the
+        rewards named in `watched` never end a scoring. `secrets` is as in ProcessPool.
         """
         allow_workers(pool.num_workers, "reward_pool.num_workers")
-        # Servers are asked with secrets that the functions beside them do not inherit.
+        # Secrets of requests to servers are sent in `setup` rather than inherited, so that reward
+        # functions do not find them in their environment.
         names = {name for reward in rewards for name in reward.headers_env.values()}
         setup = {
             "timeout_s": pool.timeout_s,
@@ -121,31 +124,32 @@ class RewardPool(ProcessPool):
         self._pool = pool
         self._columns = tuple(columns)
         self._watched = watched
-        # The facts are known when the nursery has imported the rewards.
+        # Filled when the nursery has imported the rewards.
         self._rewards: list[RewardFacts] = []
         self._is_ready = False
         self._state = TrainerState()
         self._slow = SlowRewards([waits_for_others(reward) for reward in rewards])
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
-        # The completions of the step over all ranks, while `score` waits for a step.
+        # The number of completions of the step over all ranks, while `score` runs for a step.
         self._num_step_completions: int | None = None
         self._early_error: Exception | None = None
         self._start_over()
 
     def begin_step(self, state: TrainerState) -> None:
-        """Sets the state of the run that reward functions get from now on."""
+        """Sets the `trainer_state` that reward functions get from now on."""
         self._state = state
 
     @property
     def has_slow_rewards(self) -> bool:
-        """True if some reward is worth calling while the engine still samples."""
+        """True if there are rewards that are called while the engine still samples."""
         return bool(self._slow.early)
 
     def start_early(self, group: RolloutGroup, tokenizer: Any) -> None:
-        """Calls the slow rewards for a group while other groups are still sampled. Never waits.
+        """Queues the calls of the slow rewards for a group while other groups are still sampled.
 
-        This very object must be among the next groups that `score` gets. Errors until then are kept
-        and raised by `score`. If the rewards are not imported yet, all calls are left to `score`.
+        Never waits. The same object must be among the next groups that `score` gets. An error is
+        kept, and raised by `score`. If the nursery has not imported the rewards yet, nothing is
+        done and `score` makes all calls.
         """
         if self._early_error is not None:
             return
@@ -157,10 +161,10 @@ class RewardPool(ProcessPool):
             self._early_error = error
 
     def poll(self) -> None:
-        """Reads the workers' answers and starts the next calls, between two steps of the engine.
+        """Reads the workers' replies and starts the next calls. Called between two engine steps.
 
-        The answers come first: a worker that has just become free would otherwise be idle for a
-        whole step.
+        The replies are read first, so that a worker that has become free gets a call now and not an
+        engine step later.
         """
         if self._early_error is not None or not self._is_busy():
             return
@@ -177,14 +181,14 @@ class RewardPool(ProcessPool):
         *,
         num_step_completions: int | None = None,
     ) -> ScoredRollouts:
-        """Scores every completion of `groups`, which are this rank's groups of the step (perhaps
+        """Scores all completions of `groups`, which are this rank's groups of the step (perhaps
         none).
 
-        Calls that `start_early` began are not made again. Raises RewardError if the rewards cannot
-        be imported in the nursery, if the nursery was killed, or if the user left the debugger. A
-        function may hang in every call. Therefore RewardError is raised too as soon as the timeouts
-        on this rank alone are `max_error_frac` of `num_step_completions`, the completions over all
-        ranks.
+        Calls that were queued by `start_early` are not made again. Raises RewardError if the
+        nursery cannot import the rewards or was killed, or if the user left the debugger. Since a
+        function may hang in every call, RewardError is also raised as soon as this rank's timeouts
+        alone reach the fraction `max_error_frac` of `num_step_completions`, the number of the
+        step's completions over all ranks.
         """
         try:
             if self._early_error is not None:
@@ -199,7 +203,7 @@ class RewardPool(ProcessPool):
                 sample for group in groups for sample in scoring.queue(group, tokenizer, rewards)
             ]
             self._num_step_completions = num_step_completions
-            # Calls that were begun early may have timed out already.
+            # Calls that were made early may have timed out already.
             self._stop_if_hopeless()
             while self._is_busy():
                 self._check()
@@ -207,7 +211,7 @@ class RewardPool(ProcessPool):
                 self._listen(self._limits.wait_s())
         finally:
             for worker in list(self._workers.values()):
-                # Calls are still running only after an exception.
+                # A call is still running only if an exception has ended the scoring.
                 if worker.call is not None:
                     self._discard(worker)
             self._start_over()
@@ -218,16 +222,15 @@ class RewardPool(ProcessPool):
         return scoring.scores()
 
     def _start_over(self) -> None:
-        """Forgets the scoring that has ended, for the next one."""
+        """Resets the state for the next scoring."""
         self._current = _Scoring(self._rewards, self._columns)
         self._num_step_completions = None
         self._early_error = None
         self._limits.begin_scoring()
 
     def _begin(self) -> None:
-        """Waits until the nursery has imported the rewards, which gives their facts."""
-        # The list may stay empty, as an environment may give all rewards: a flag says if it is
-        # known.
+        """Waits until the nursery has imported the rewards and reported their facts."""
+        # A flag, since the list of facts may stay empty: an environment may give all rewards.
         if not self._is_ready:
             self._is_ready = True
             self._rewards += [RewardFacts(**facts) for facts in self._wait_until_ready()]
@@ -239,7 +242,7 @@ class RewardPool(ProcessPool):
         return bool(self._current.calls or running)
 
     def _dispatch(self) -> None:
-        """Starts the calls that may start now, in free workers and in new ones."""
+        """Starts the calls that may start now, in idle workers and in new ones."""
         scoring = self._current
         limits = self._limits
         for call in limits.take_given_up(scoring.calls):
@@ -262,12 +265,13 @@ class RewardPool(ProcessPool):
             try:
                 self._give(worker, started, frame, limits.remaining_s(started))
             except OSError:
-                # The worker died, or was stopped, between two calls: not this call's fault.
+                # The worker died, or was stopped, between two calls, so this call has not failed:
+                # queue it again.
                 scoring.calls.appendleft(limits.put_back(started))
                 self._discard(worker)
 
     def _answered(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
-        """Records the reply of a call. Raises RewardError for errors that end the run."""
+        """Records the reply to a call. Raises RewardError for errors that end the run."""
         call: Call = worker.call
         name = self._rewards[call.reward].name
         try:
@@ -276,12 +280,13 @@ class RewardPool(ProcessPool):
             if reply.values is not None and any(len(c) != len(call.samples) for c in lists):
                 raise ValueError("not one value a completion")
         except ValueError as error:
-            # Errors of msgspec are ValueErrors too.
-            self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
+            # msgspec's errors are ValueErrors, too.
+            self._fail(worker, "error", f"answered with an invalid reply: {error!s:.300}")
             return
-        # The pool does not listen while the engine makes a step: this time is not the call's.
+        # The worker has measured the time, too, since the reply may have waited here for an engine
+        # step to end.
         seconds = min(time.monotonic() - call.start, reply.seconds)
-        # The time counts for failed calls too: a slow failure also keeps a worker busy.
+        # The time of a failed call counts as well: it kept a worker busy.
         self._slow.add_call(call.reward, seconds, len(call.samples))
         if reply.quit:
             raise RewardError(f"the debugger was left in reward {name!r}")
@@ -305,7 +310,7 @@ class RewardPool(ProcessPool):
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
     ) -> None:
-        """Records that a call ended without a reply; a worker without a call needs nothing."""
+        """Records that a call failed. Does nothing for a worker that had no call."""
         if call is None:
             return
         self._limits.end(call, "failed", reason)
@@ -323,7 +328,7 @@ class RewardPool(ProcessPool):
         return RewardError(reason)
 
     def _stop_if_hopeless(self) -> None:
-        """Raises RewardError if the timeouts so far are already too many for the step."""
+        """Raises RewardError if there are already too many timeouts for the whole step."""
         scoring = self._current
         number = self._num_step_completions
         if number is None:
@@ -341,32 +346,33 @@ class RewardPool(ProcessPool):
 
 @dataclass
 class _Queued:
-    """A group whose calls are queued, for some rewards or for all."""
+    """A group, and the rewards whose calls for it have been queued."""
 
-    # It is kept alive, so that no other object gets its id().
+    # The reference keeps the group alive, so that no other object can get its id().
     group: RolloutGroup
     samples: list[_Sample]
     rewards: set[int] = field(default_factory=set)
 
 
 class _Scoring:
-    """The completions that are scored together, and their results."""
+    """The completions that are scored together (those of a step or an evaluation), with their
+    results."""
 
     def __init__(self, rewards: Sequence[RewardFacts], columns: Collection[str]) -> None:
         self._rewards = rewards
-        # By id(): slots cannot identify groups, as they start at 0 in each round of a step.
+        # By id() of a group. Slots cannot identify groups: they start at 0 in each round of a step.
         self._groups: dict[int, _Queued] = {}
         self._columns = columns
-        # Reasons why something could not be logged, by reward (a dict keeps their order).
+        # By reward: reasons why something could not be logged, as keys of a dict (in order).
         self._left_out: defaultdict[int, dict[str, None]] = defaultdict(dict)
         self.samples: list[_Sample] = []
         # The calls that are still to be made.
         self.calls: deque[Call] = deque()
 
     def queue(self, group: RolloutGroup, tokenizer: Any, rewards: Collection[int]) -> list[_Sample]:
-        """Queues the calls of `rewards` for this very group, except those that were queued before.
+        """Queues the calls of `rewards` for a group, except those that were queued before.
 
-        Returns the group's samples.
+        Returns the group's samples. A group is recognized by the identity of the object.
         """
         if id(group) not in self._groups:
             samples = self._make_samples(group, tokenizer)
@@ -381,6 +387,7 @@ class _Scoring:
         return queued.samples
 
     def _make_samples(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
+        """Returns a group's completions with their texts and the arguments of reward functions."""
         token_ids = [completion.token_ids for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         needed = [name for reward in self._rewards for name in reward.needs]
@@ -401,13 +408,16 @@ class _Scoring:
         return samples
 
     def keywords(self, call: Call) -> dict[str, list[Any]]:
-        """Returns the keyword arguments of a call: all columns of the data set, the functions and
-        the row."""
+        """Returns the keyword arguments of a call: lists with one entry for each sample.
+
+        They are prompts, completions, completion_ids, and all columns that the data sets, the
+        rewards (`needs`) or the row have.
+        """
         rows = [sample.inputs for sample in call.samples]
         return {name: [row[name] for row in rows] for name in rows[0]}
 
     def record(self, call: Call, reply: _Reply) -> None:
-        """Keeps the rewards of a call and the values that its function logged."""
+        """Stores the rewards of a call and what its function logged."""
         assert reply.values is not None
         for sample, value in zip(call.samples, reply.values, strict=True):
             if isinstance(value, str):
@@ -426,10 +436,11 @@ class _Scoring:
                 sample.notes["extra"][name] = extra
 
     def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
-        """Keeps the metrics of a call next to the values that its function logged.
+        """Stores the metrics of a call (CallLimits.measure) with the values that its function
+        logged.
 
-        The requests for a group count at its first completion, together with the first completion's
-        own requests. The seconds are those of the last request.
+        They are stored at the call's first completion. If that is later called alone as well, the
+        numbers of requests are added, and the seconds of the last request are kept.
         """
         if not metrics:
             return
@@ -442,10 +453,11 @@ class _Scoring:
     def fail(
         self, call: Call, status: HowItFailed, reason: str, *, by_function: bool = True
     ) -> None:
-        """Notes a failure, or queues one call for each completion to learn which one is to blame.
+        """Records the failure of a call for one completion.
 
-        With `by_function` False a server could not be reached. It may be back by then, and its
-        absence says nothing about the reward.
+        After the failure of a call for a group, queues a call for each completion instead, to find
+        those that fail. `by_function` is False if a server could not be reached: this does not
+        count as a fault of the reward ("retried"), and the server may answer the next calls.
         """
         reason = f"reward {self._rewards[call.reward].name!r} {reason}"
         sample = call.samples[0]
@@ -462,7 +474,7 @@ class _Scoring:
         return [sample.results[reward] for sample in self.samples if reward in sample.results]
 
     def count(self, reward: int) -> Counter[str]:
-        """Returns how often a reward gave each status so far."""
+        """Returns the number of completions by status for a reward so far."""
         return Counter(result.status for result in self.results(reward))
 
     def errors(self, reward: int) -> list[str]:
@@ -470,11 +482,14 @@ class _Scoring:
         return [result.error for result in self.results(reward) if result.error]
 
     def group_errors(self, reward: int) -> list[str]:
-        """Returns why calls for whole groups failed, in the order of groups."""
+        """Returns the errors of a reward's calls for whole groups, in the order of groups."""
         return [s.group_errors[reward] for s in self.samples if reward in s.group_errors]
 
     def first_error(self) -> str | None:
-        """Returns the first error of the reward that failed most, None if none did."""
+        """Returns the first error of the reward that failed for most completions.
+
+        If none failed for a completion, returns the first error of a call for a group, or None.
+        """
         rewards = range(len(self._rewards))
         errors = max(map(self.errors, rewards), key=len, default=[])
         group_errors = [error for reward in rewards for error in self.group_errors(reward)]
@@ -492,7 +507,7 @@ class _Scoring:
             first_error=self.first_error(),
             texts=[sample.text for sample in self.samples],
             reward_inputs=[sample.inputs for sample in self.samples],
-            # Sorted, so that the result does not depend on which worker was first.
+            # Sorted, so that the result does not depend on the order in which workers replied.
             notes={
                 number: {
                     kind: dict(sorted(by_reward.items()))
@@ -504,7 +519,7 @@ class _Scoring:
         )
 
     def warn(self) -> None:
-        """Logs what failed and what could not be logged, one line for each reward."""
+        """Warns of what failed and of what could not be logged, one line of each for a reward."""
         for index, reward in enumerate(self._rewards):
             left_out = list(self._left_out[index])[:_MAX_SHOWN]
             if left_out:
@@ -527,21 +542,21 @@ class _Scoring:
 
 
 class SlowRewards:
-    """Decides which rewards are called while the engine still samples: those where it saves time.
+    """Decides which rewards are called early, while the engine still samples.
 
-    A reward that mostly waits for others (servers, functions under limits of calls) is always
-    called early. Any other function is called early only if it kept a worker busy for long when it
-    was last called: the engine needs the CPU too, and a cheap function is quickly done after it. So
-    in a run's first step such functions are called after the engine, unless an evaluation has
-    measured them. The value of a reward does not depend on when it is called.
+    A reward that mostly waits (for its server or its call limits) is always called early. Any other
+    function is called early only if it was slow in the last scoring: the engine needs the CPU, too,
+    and a fast function is quickly called afterwards. So in the first step of a run these functions
+    are called after the engine, unless an evaluation has measured them. The value of a reward does
+    not depend on when it is called.
     """
 
     def __init__(self, always: Sequence[bool]) -> None:
-        """`always` has True, by the number of a reward, if the reward is slow before any call of
-        it."""
-        self._always = frozenset(reward for reward, is_slow in enumerate(always) if is_slow)
+        """`always` has True for each reward that is always called early (waits_for_others)."""
+        self._always = frozenset(reward for reward, is_early in enumerate(always) if is_early)
+        # The indices of the rewards that are called early.
         self.early = self._always
-        # Of the calls since the last scoring, by reward.
+        # Sums over the calls since the last scoring, by reward.
         self._seconds = defaultdict[int, float](float)
         self._num_completions = Counter[int]()
 
@@ -551,10 +566,10 @@ class SlowRewards:
         self._num_completions[reward] += num_completions
 
     def end_scoring(self) -> None:
-        """Chooses the rewards that are called early from now on: those that were slow in this
-        scoring.
+        """Chooses the rewards that are called early from now on: those that were slow in the
+        scoring that ends now, and always those that wait for others.
 
-        A reward that was not called stays as it was.
+        For a reward that was not called nothing changes.
         """
         called = self._num_completions
         slow = {reward for reward in called if self._seconds[reward] > _SLOW_S * called[reward]}
@@ -564,6 +579,6 @@ class SlowRewards:
 
 
 def waits_for_others(reward: RewardConfig) -> bool:
-    """Returns True for a reward that mostly waits: for its server, or for its limits of calls."""
+    """Returns True for a reward whose calls mostly wait, for its server or for its call limits."""
     limits = (reward.url, reward.max_concurrent, reward.max_per_minute)
     return any(limit is not None for limit in limits)

@@ -1,9 +1,10 @@
-"""This module is the rank's side of processes that run users' code: each runs one call at a time.
+"""This module has the rank's side of processes that run users' code, one call at a time each.
 
 The rank starts one small process by exec, the nursery (nursery.py), which loads the user's code
-once and forks workers. This side sends calls to the workers, kills a worker whose call passes its
-deadline, lends the terminal to a debugger, and bounds the file with the workers' output. Subclasses
-of `ProcessPool` decide what a call is, and what happens with its answer or failure.
+once and forks workers. The rank's side sends calls to the workers, kills a worker whose call passes
+its deadline, lends the terminal to a debugger, and limits the size of the file with the workers'
+output. Subclasses of `ProcessPool` define what a call is, and what happens after its answer or
+failure.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ from grpo_spmd.rewards.pool.nursery import (
     encode_frame,
 )
 
-# Seconds for the start: a user's file may load a model when it is imported.
+# Seconds for the nursery to start. This is long, since a user's file may load a model on import.
 _START_S = 600.0
 _MAX_LOG_BYTES = 16 << 20
-# Environment variables with secrets of the hub and of trackers.
+# Environment variables with secrets of the hub and of experiment trackers.
 _TRAINER_SECRETS = (
     "HF_TOKEN",
     "HUGGING_FACE_HUB_TOKEN",
@@ -48,48 +49,50 @@ _TRAINER_SECRETS = (
     "MLFLOW_TRACKING_PASSWORD",
     "MLFLOW_TRACKING_TOKEN",
 )
-# Seconds between the end of a worker's socket and the nursery's message how the worker died.
+# How long the nursery may take to report a worker's death after the worker's socket has ended.
 _GONE_GRACE_S = 1.0
-# Seconds to wait for the end of a message whose beginning is there.
+# How long to wait for the rest of a message of which a part has arrived.
 _PATIENCE_S = 0.02
-# Files that a rank may have open, apart from those of its workers.
+# The number of files that a rank may have open besides the sockets of its workers.
 _OTHER_FILES = 100
 HowItFailed = Literal["error", "timeout"]
 
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """The pool's view of one worker."""
+    """What the pool knows about one worker."""
 
     number: int
     sock: socket.socket
+    # Bytes that were received, but are not a whole message yet.
     buffer: bytearray = field(default_factory=bytearray)
-    # The running call; None if the worker is idle.
+    # The running call, or None if the worker is idle.
     call: Any = None
     deadline: float = math.inf
+    # True if its socket has ended or sent something that is not a message.
     has_hung_up: bool = False
     # The worker's pid while it waits for the terminal, else 0.
     waiting_pid: int = 0
 
 
 def allow_workers(num_workers: int, key: str) -> None:
-    """Raises the limit of open files for this number of workers; each takes one file in this
-    process.
+    """Increases this process's limit of open files so that it can have `num_workers` workers.
 
-    Raises ConfigError where the hard limit is too low.
+    Each worker takes one file, its socket. Raises ConfigError if the hard limit is too low; `key`
+    is the config key that sets the number.
     """
     needed = num_workers + _OTHER_FILES
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     if needed > hard != resource.RLIM_INFINITY:
         raise ConfigError(
             f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
-            f"files (ulimit -Hn) is {hard}: {max(hard - _OTHER_FILES, 1)} workers would do"
+            f"files (ulimit -Hn) is {hard}: at most {max(hard - _OTHER_FILES, 1)} workers fit"
         )
     allow_files(needed)
 
 
 def allow_files(number: int) -> None:
-    """Raises the limit of open files to `number`, or as far as the hard limit lets it."""
+    """Increases this process's limit of open files to `number`, or to the hard limit if lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY:
         number = min(number, hard)
@@ -98,12 +101,12 @@ def allow_files(number: int) -> None:
 
 
 class ProcessPool:
-    """The workers of one nursery, which `close()` ends.
+    """A nursery and its workers; `close()` ends them.
 
-    Only the thread that made the pool may use it.
+    Only the thread that created the pool may use it.
     """
 
-    # The purpose of the workers, for errors.
+    # What the workers run ("reward", "environment"), for messages.
     _what: str
     _max_frame_bytes = MAX_FRAME_BYTES
 
@@ -118,13 +121,13 @@ class ProcessPool:
         variables: Mapping[str, str] | None = None,
         secrets: Collection[str] = (),
     ) -> None:
-        """Starts the nursery, `python -m module`. It loads `rewards` while the caller goes on;
-        `setup` is further JSON for it.
+        """Starts the nursery, `python -m module`, and returns while it loads `rewards`.
 
-        The output of workers goes to `log_file`; the file and its folder are made with the first
-        worker. `check` is called twice a second while the pool waits; an exception from it ends the
-        wait. `variables` are added to the nursery's environment, which has all of the
-        rank's but the secrets that the trainer itself uses: `secrets` are further names of them.
+        `setup` is further JSON for the nursery. The workers' output goes to `log_file`, which is
+        created, with its folder, before the first worker. `check` is called twice a second while
+        the pool waits, and ends the wait if it raises. The nursery's environment is that of this
+        process plus `variables`, without the secrets that only the trainer needs
+        (`_TRAINER_SECRETS` and the variables named in `secrets`).
         """
         hold_standard_streams()
         setup = {
@@ -141,19 +144,19 @@ class ProcessPool:
         self._debugged: WorkerProcess | None = None
         self._selector = selectors.DefaultSelector()
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
-        self._nursery, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs, tempfile.TemporaryFile() as setup_file:
+        self._nursery, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with child_end, tempfile.TemporaryFile() as setup_file:
             setup_file.write(encode_frame(setup))
             setup_file.seek(0)
-            fds = [theirs.fileno(), setup_file.fileno()]
+            fds = [child_end.fileno(), setup_file.fileno()]
             command = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
             inherited = {
                 name: value
                 for name, value in os.environ.items()
                 if name not in _TRAINER_SECRETS and name not in secrets
             }
-            # The nursery has its own process group: Ctrl-C is for the rank alone, and the nursery
-            # ends when the rank is gone.
+            # The nursery gets its own process group, so that Ctrl-C reaches only the rank. It ends
+            # when the rank has ended.
             self._process = subprocess.Popen(
                 command,
                 pass_fds=fds,
@@ -188,47 +191,50 @@ class ProcessPool:
             os.close(self._log)
             self._log = None
 
-    # Methods that a subclass defines.
+    # A subclass defines the next four methods.
 
     def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
-        """Handles a worker's message about its call. After the final answer it must call
-        `_release`."""
+        """Called with a worker's message about its running call.
+
+        If it is the last message of the call, the method must call `_release`.
+        """
         raise NotImplementedError
 
     def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
-        """Handles the failure of a worker, which is gone unless it was kept.
+        """Called after a call failed. The worker was killed, unless it has replied and can go on.
 
-        `call` is the call that was running, or None if the worker was idle.
+        `call` is the call that was running, or None if an idle worker was killed.
         """
         raise NotImplementedError
 
     def _too_long(self, worker: WorkerProcess) -> str:
-        """Returns the error for a call whose deadline has passed."""
+        """Returns the reason of failure for a worker's call whose deadline has passed."""
         raise NotImplementedError
 
     def _ended(self, reason: str) -> Exception:
-        """Returns the error to raise when the nursery ended, or cannot load the user's code."""
+        """Returns the exception to raise if the nursery ended or cannot load the user's code."""
         raise NotImplementedError
 
-    # The workers and their messages.
+    # The methods below exchange messages with the workers.
 
     def _listen(self, max_s: float) -> None:
         """Waits for a message, at most `max_s` seconds and not past the next deadline.
 
-        Handles what is there by then, and fails the workers whose deadline has passed."""
+        Handles all messages that have arrived by then, then kills the workers whose deadline has
+        passed and reports their calls as failed."""
         next_deadline = min(
             (worker.deadline for worker in self._workers.values()), default=math.inf
         )
         for key, _ in self._selector.select(min(max(next_deadline - time.monotonic(), 0.0), max_s)):
             if isinstance(key.data, WorkerProcess):
                 self._hear(key.data)
-        # All messages are read, because the next look may be much later.
+        # Read all messages of the nursery now: the next call of this method may be much later.
         while any(key.fileobj is self._nursery for key, _ in self._selector.select(0.0)):
             message = self._hear_nursery()
             worker = self._workers.get(message.get("died", -1))
             if worker is not None:
                 if not worker.has_hung_up:
-                    # The worker may have answered before it died.
+                    # Read what the worker may have sent before it died.
                     self._hear(worker)
                 if worker.number in self._workers:
                     self._fail(worker, "error", message["how"])
@@ -241,17 +247,17 @@ class ProcessPool:
         self._bound_log()
 
     def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
-        """Notes the call that a worker runs, and its deadline in `seconds` from now."""
+        """Records the call that a worker runs, and its deadline in `seconds` from now."""
         worker.call = call
         worker.deadline = time.monotonic() + seconds
 
     def _hear(self, worker: WorkerProcess) -> None:
-        """Reads a worker's messages; waits a moment for the end of an incomplete one."""
+        """Reads and handles a worker's messages; waits briefly for the rest of a partial one."""
         end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
             chunk = b""
             try:
-                # Replies are plain JSON: in them, the mark of another type is a tool's own text.
+                # Replies are plain JSON: what looks like a tagged value is the text of some tool.
                 reply = decode_frame(worker.buffer, self._max_frame_bytes, has_types=False)
                 if reply is None:
                     remaining_s = end - time.monotonic()
@@ -266,8 +272,8 @@ class ProcessPool:
                 reply = None
             if reply is not None:
                 self._take(worker, reply)
-            # The end of the stream, an error of the socket or a broken frame: the worker is most
-            # likely dead, and the nursery will soon say how it died.
+            # The stream has ended, the socket failed, or the bytes are not a message. Most likely
+            # the worker is dead, and the nursery will soon report how it died.
             elif not chunk:
                 self._selector.unregister(worker.sock)
                 worker.has_hung_up = True
@@ -279,24 +285,24 @@ class ProcessPool:
         pid = reply.get("breakpoint")
         if isinstance(pid, int):
             worker.waiting_pid = pid
-            # The clock of the call stops while a person is at the prompt.
+            # The time that a person spends in the debugger does not count.
             worker.deadline = math.inf
             self._lend_terminal()
         elif worker.call is None:
-            self._fail(worker, "error", "spoke when nobody had asked")
+            self._fail(worker, "error", "sent a message although it had no call")
         else:
             self._answered(worker, reply)
 
     def _fail(self, worker: WorkerProcess, kind: HowItFailed, reason: str) -> None:
-        """Kills a worker and reports the failure of its call."""
+        """Kills a worker and reports the failure of its call to the subclass (`_failed`)."""
         call = worker.call
         self._discard(worker)
         self._failed(worker, call, kind, reason)
 
     def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Sends a call to a worker and starts the call's clock.
+        """Sends a call to a worker, which may take `seconds` for it.
 
-        Raises OSError if the worker died, or was stopped, between two calls.
+        Raises OSError if the worker has died, or was stopped, since its last call.
         """
         self._take_on(worker, call, seconds)
         worker.sock.settimeout(seconds)
@@ -311,25 +317,25 @@ class ProcessPool:
             )
 
     def _spawn(self) -> WorkerProcess:
-        """Returns a new worker, which the nursery forks."""
+        """Tells the nursery to fork a new worker, and returns it."""
         self._open_log()
         assert self._log is not None
-        ours, theirs = socket.socketpair()
+        pool_end, worker_end = socket.socketpair()
         order = json.dumps({"spawn": self._num_started}).encode()
-        with theirs:
+        with worker_end:
             try:
-                socket.send_fds(self._nursery, [order], [theirs.fileno(), self._log])
+                socket.send_fds(self._nursery, [order], [worker_end.fileno(), self._log])
             except OSError:
                 raise self._nursery_ended() from None
-        worker = self._workers[self._num_started] = WorkerProcess(self._num_started, ours)
+        worker = self._workers[self._num_started] = WorkerProcess(self._num_started, pool_end)
         self._num_started += 1
-        self._selector.register(ours, selectors.EVENT_READ, worker)
+        self._selector.register(pool_end, selectors.EVENT_READ, worker)
         return worker
 
     def _discard(self, worker: WorkerProcess) -> None:
-        """Makes the nursery kill a worker and its process group.
+        """Tells the nursery to kill a worker and its process group, and forgets the worker.
 
-        A new worker may start at once, even if the old one waits for a disk and cannot die.
+        It does not wait for the death, so a new worker can replace one that hangs in the kernel.
         """
         with suppress(OSError):
             self._nursery.send(json.dumps({"kill": worker.number}).encode())
@@ -344,7 +350,7 @@ class ProcessPool:
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
-        """Marks a worker as idle. If it had the terminal, the next worker that waits gets it."""
+        """Marks a worker as idle. If it had the terminal, the next waiting worker gets that."""
         worker.call = None
         worker.deadline = math.inf
         worker.waiting_pid = 0
@@ -355,9 +361,9 @@ class ProcessPool:
             self._lend_terminal()
 
     def _lend_terminal(self) -> None:
-        """Lends the terminal to the worker that has waited longest, if nobody has it.
+        """Lends the terminal to the oldest worker that waits for it, unless another worker has it.
 
-        The other workers wait at their breakpoints with their clocks stopped.
+        The others wait at their breakpoints; this time does not count for their calls.
         """
         waiting = [worker for worker in self._workers.values() if worker.waiting_pid]
         if self._debugged is None and waiting:
@@ -365,16 +371,15 @@ class ProcessPool:
             doctor.count_debugger(is_open=True)
             _give_terminal_to(waiting[0].waiting_pid)
             waiting[0].waiting_pid = 0
-            # An error means that the worker is dead, which the process that starts them (the
-            # nursery) reports.
+            # An OSError means that the worker is dead, which the nursery reports.
             with suppress(OSError):
                 socket.send_fds(waiting[0].sock, [encode_frame({"go": True})], [0, 1])
 
     def _wait_until_ready(self) -> Any:
-        """Waits for the nursery and returns the facts that it reports after loading the user's
-        code.
+        """Waits until the nursery has loaded the user's code, and returns the facts that it
+        reports.
 
-        Raises the error that `_ended` makes from the reason.
+        Raises the exception of `_ended` if the code cannot be loaded or the nursery ends.
         """
         deadline = time.monotonic() + _START_S
         while True:
@@ -391,7 +396,7 @@ class ProcessPool:
                 raise self._ended(f"importing the {self._what}s took longer than {_START_S:.0f} s")
 
     def _hear_nursery(self) -> dict[str, Any]:
-        """Returns the nursery's next message. Raises an error if the nursery has ended."""
+        """Returns the nursery's next message. Raises the exception of `_ended` if it has ended."""
         try:
             payload = self._nursery.recv(1 << 16)
         except OSError:
@@ -401,6 +406,7 @@ class ProcessPool:
         return dict(json.loads(payload))
 
     def _nursery_ended(self) -> Exception:
+        """Returns an exception with the nursery's exit code and the end of its output."""
         code = self._process.wait(10)
         self._nursery_output.seek(0)
         output = self._nursery_output.read().decode(errors="replace")[-MAX_ERROR_CHARS:]
@@ -408,7 +414,9 @@ class ProcessPool:
         return self._ended(reason.strip())
 
     def _bound_log(self) -> None:
-        """Empties the log file when it is too large; workers append, so they go on at its start."""
+        """Empties the log file if it is too large. Workers append to it, so they go on at its
+        start.
+        """
         if self._log is not None and os.fstat(self._log).st_size > _MAX_LOG_BYTES:
             os.ftruncate(self._log, 0)
             note = f"(cut here: this file is emptied when it is over {_MAX_LOG_BYTES >> 20} MiB)\n"
@@ -418,9 +426,9 @@ class ProcessPool:
 def _give_terminal_to(process_group: int) -> None:
     """Makes a process group the foreground group of the terminal, if there is one.
 
-    The group may then read from the terminal and gets Ctrl-C.
+    That group can then read from the terminal, and gets Ctrl-C.
     """
-    # The default action of SIGTTOU stops a process in the background.
+    # Without this, SIGTTOU would stop this process if it is not in the foreground group.
     old_handler = signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     try:
         with suppress(OSError):

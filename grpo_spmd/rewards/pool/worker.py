@@ -1,5 +1,5 @@
-"""This module is the program of the reward pool's processes: it imports the rewards once and serves
-calls.
+"""This module is the program of the reward pool's nursery and workers: it imports the rewards once
+and calls them.
 
 python -m grpo_spmd.rewards.pool.worker SOCKET_FD SETUP_FD PARENT_PID    (see nursery.py)
 """
@@ -33,9 +33,9 @@ from grpo_spmd.rewards.trl import (
 from grpo_spmd.rewards.verifiers import load_math_verify
 
 _MAX_REASON_CHARS = 500
-# An error may have others as its causes.
+# How many exceptions of an exception's chain of causes are looked at.
 _MAX_CAUSES = 32
-# Beginnings of the files that no user wrote: this package and the standard library.
+# The paths of files that are not the user's begin like this: this package, the standard library.
 _OTHERS_FILES = (
     str(Path(__file__).parents[2]) + "/",
     sysconfig.get_path("stdlib") + "/",
@@ -44,11 +44,13 @@ _OTHERS_FILES = (
 
 
 def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
-    """Runs in the nursery. Returns RewardFacts for the pool, and a function that makes a
-    worker's answers."""
+    """Imports the rewards in the nursery (see nursery.Load).
+
+    Returns the fields of RewardFacts for the pool, and a function that returns a worker's Answer.
+    """
     configs = [RewardConfig(**reward) for reward in setup["rewards"]]
     rewards = load_rewards(configs, setup["timeout_s"], variables=setup["secrets"])
-    # Its import at the first call takes 2 s, which would count as the call's.
+    # Import math-verify now: that takes 2 s, which would otherwise count as time of the first call.
     if any(config.is_shipped and config.name == "math" for config in configs):
         load_math_verify()
 
@@ -64,18 +66,19 @@ def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker]
 def call_reward(
     reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the pool's reply (pool._Reply), as one of:
+    """Calls a reward function and returns the reply for the pool (pool._Reply).
 
-    * {"values": ...}, one a completion: a finite number, None (does not apply), or a text that says
-      why it is unusable; with what the function logged (trl.CallLog.reply).
-    * {"failed": what the function did, with the traceback}.
-    * {"failed": ..., "failure": the fields of a FailedCallError}.
-    * {"broken": what is wrong whatever the completions are}.
+    `state` has the fields of TrainerState. The reply is one of:
+    * {"values": [...]}: for each completion a finite number, None (does not apply), or a string
+      that says why the value is unusable; beside it what the function logged (trl.CallLog.reply).
+    * {"failed": what happened, with the traceback}: the function raised or returned no list.
+    * {"failed": ..., "failure": the fields of a FailedCallError}: a server could not be asked.
+    * {"broken": what is wrong}: a fault that no completion can have caused.
     * {"quit": True}: the user left the debugger.
     """
     num_completions = len(keywords["prompts"])
     log = CallLog(num_completions)
-    # TRL's extra arguments: the reward pool has no environments.
+    # TRL's extra arguments. `environments` is None, as the reward pool has none.
     extra = {
         "trainer_state": TrainerState(**state or {}),
         "log_metric": log.metric,
@@ -87,7 +90,7 @@ def call_reward(
         if inspect.isawaitable(values):
             values = asyncio.run(_finish(values))
         try:
-            # A generator has no length, nor has a tensor without dimensions.
+            # len() raises TypeError for a generator and for a tensor without dimensions.
             is_list = len(values) >= 0 and not isinstance(values, str | bytes | dict | set)
         except TypeError:
             is_list = False
@@ -99,13 +102,13 @@ def call_reward(
         return {"values": [as_reward(value) for value in values], **log.reply()}
     except FailedCallError as error:
         return {"failed": error.message, "failure": asdict(error)}
-    # SystemExit and KeyboardInterrupt too: the function fails, not the worker.
+    # This catches SystemExit and KeyboardInterrupt, too: the call fails, but the worker goes on.
     except BaseException as error:
         return reply_to_error(error)
 
 
 def reply_to_error(error: BaseException) -> dict[str, Any]:
-    """Returns the reply for what a user's code has raised, as call_reward does."""
+    """Returns the reply (see call_reward) for an exception that the user's code raised."""
     if isinstance(error, BrokenContractError):
         return {"broken": str(error)}
     if isinstance(error, bdb.BdbQuit):
@@ -114,14 +117,17 @@ def reply_to_error(error: BaseException) -> dict[str, Any]:
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns the exception that a user's code has raised, with its place, in one line; below it
-    the traceback, which begins with the user's first frame."""
+    """Returns one line with the exception that the user's code raised and where, then its
+    traceback.
+
+    The traceback begins with the user's first frame.
+    """
     place = ""
     causes: list[BaseException | None] = [error]
     for cause in causes:
         if cause is not None and len(causes) < _MAX_CAUSES:
             causes += [cause.__cause__, cause.__context__]
-        # Our own frames and those of asyncio, which call the user's code, say nothing to the user.
+        # Leave out the outer frames, of this package and asyncio, which called the user's code.
         frames = [] if cause is None else [*_frames(cause.__traceback__)]
         indices = [i for i, frame in enumerate(frames) if _is_users(frame)]
         if cause is not None and indices:
@@ -130,7 +136,8 @@ def describe_error(error: BaseException) -> str:
             file = Path(innermost.tb_frame.f_code.co_filename).name
             place = place or f" ({file}:{innermost.tb_lineno})"
     summary = traceback.TracebackException(type(error), error, None)
-    # Notes come after the message, and would be taken for it. They stay in the traceback.
+    # Without this, the last line would be a note (add_note) rather than the message. The traceback
+    # keeps the notes.
     summary.__notes__ = None
     reason = " ".join([*summary.format_exception_only()][-1].split())
     report = "".join(traceback.format_exception(error))
@@ -139,16 +146,17 @@ def describe_error(error: BaseException) -> str:
 
 
 def _frames(traceback_: TracebackType | None) -> Iterator[TracebackType]:
+    """Yields the entries of a traceback, the outermost first."""
     while traceback_ is not None:
         yield traceback_
         traceback_ = traceback_.tb_next
 
 
 def _is_users(entry: TracebackType) -> bool:
-    """Returns True for a frame outside of this package, the standard library and what pip
-    installed."""
+    """Returns True for a frame of a file that is not of this package, the standard library or an
+    installed package."""
     file = entry.tb_frame.f_code.co_filename
-    # Debian's Python, and NVIDIA's images with it, installs into dist-packages.
+    # Debian's Python, which NVIDIA's images have, installs packages into dist-packages.
     is_installed = "/site-packages/" in file or "/dist-packages/" in file
     return not file.startswith(_OTHERS_FILES) and not is_installed
 

@@ -1,7 +1,6 @@
-"""Clients of servers that give rewards or a teacher's logprobs, and the prompt of a judge.
+"""Clients of servers that return rewards or a teacher's logprobs, and the prompt of a judge.
 
-Each request opens one connection, in a worker of the pool or a thread, whose time is limited;
-pool/call_limits.py tries it again. Imports config, the protocol, and of the verifiers the functions
-that parse numbers.
-Imported only where a reward or a teacher has a url.
+Each request opens its own connection, in a pool worker or a thread whose time is limited;
+pool/call_limits.py repeats a request that failed. Imported only if a reward or teacher has a url.
+Imports config, data, files, the pool's call limits, and the errors of rewards/trl.py.
 """

@@ -1,10 +1,10 @@
-"""This module has a client that sends one JSON request and reads the JSON answer, a client for
-vLLM's prompt logprobs, and the calls of many such requests under limits.
+"""This module has a client that sends JSON requests and reads JSON answers, a client for vLLM's
+prompt logprobs, and a class that makes many calls under limits.
 
-Each request has a connection of its own: the rest of an earlier answer, or a late answer, cannot be
-mistaken for another request's. A request with a time limit ends within it, however slowly the
-server sends. Without one, the pool kills a worker whose server hangs or sends its bytes too slowly.
-Errors are one line and show no secret.
+Each request has its own connection, so that a late answer, or the rest of an earlier one, cannot be
+mistaken for the answer to another request. A request with a time limit ends within it, however
+slowly the server sends. Without one, the caller must be a pool worker: the pool kills a worker that
+waits too long. Errors are one line and show no secrets.
 """
 
 from __future__ import annotations
@@ -36,43 +36,46 @@ if TYPE_CHECKING:
     import aiohttp
 
 MAX_ANSWER_BYTES = 1 << 20
-# HTTP statuses after which a call is repeated; all 5xx are repeated too.
+# HTTP statuses after which a call may be repeated, besides all of 500 and above.
 _RETRIED_STATUSES = (408, 429)
-# Extra seconds in which a request may end by its own time limit.
+# Extra seconds for aiohttp to end a request by its own time limit, before its thread is abandoned.
 _GRACE_S = 1.0
-# How many characters of a refusing answer an error shows.
+# How many characters of an answer an error shows, and how many bytes of it are searched for
+# secrets.
 _MAX_SHOWN_CHARS = 200
 _MAX_ERROR_BYTES = 8192
-# Prompt logprobs: the bound of an answer's size for one token at one position.
+# Prompt logprobs: the largest size of an answer's entry for one token at one position.
 _BYTES_A_TOKEN = 256
-# Rounding may bring a probability this far above 1.
+# Rounding may make a probability this much larger than 1.
 _ROUNDING = 1e-4
 
 
 def headers_of(
     headers_env: Mapping[str, str], entry: str, variables: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Returns the headers, with their values from environment variables.
+    """Returns HTTP headers by name, with values from the environment variables that `headers_env`
+    names.
 
-    Raises ConfigError, without the value, for a variable that is not there or cannot be sent.
+    Raises ConfigError, which does not show the value, if a variable is not set or cannot be sent.
     """
     headers = {}
     for name, variable in headers_env.items():
         value = variables.get(variable, "").strip()
         if not (value and value.isascii() and value.isprintable()):
             raise ConfigError(
-                f"{entry}.{name}: the environment variable {variable} is not set, or holds what is "
-                "no plain text and cannot be sent as a header; export it"
+                f"{entry}.{name}: the environment variable {variable} is not set, or its value is "
+                "not plain text that can be sent as a header; export it"
             )
         headers[name] = value
     return headers
 
 
 class UnexpectedError(ValueError):
-    """An answer that gives no reward.
+    """Raised for an answer that is not as expected. The message completes "answered ...".
 
-    `content` is the whole answer. It may hold a secret, so only the client shows it, after removing
-    the secrets that it sent; in a part of the answer a secret could be cut and missed.
+    `content` is the whole answer or the whole value that is wrong. It may repeat a secret of the
+    request, so only JsonClient shows it, after removing secrets. It must be whole, because half a
+    secret would not be found.
     """
 
     def __init__(self, message: str, content: object = "") -> None:
@@ -81,19 +84,27 @@ class UnexpectedError(ValueError):
 
 
 class FirstAnswer:
-    """Holds the answers of one server to its first: it must stay one model with one vocabulary."""
+    """Checks that all answers of a server come from the model and vocabulary of its first answer.
+
+    Otherwise a server that was replaced during the run would change the rewards unnoticed.
+    """
 
     def __init__(self) -> None:
+        # The name of the model under "model", and texts of tokens by id.
         self._facts: dict[Any, str] = {}
 
-    def hold(self, model: str | None, tokens: Mapping[int, str] | None = None) -> None:
-        """Compares the name of the model that answered, and the texts of tokens by id, with those
-        of earlier answers. Threads may call it. Raises UnexpectedError where they differ."""
+    def check(self, model: str | None, tokens: Mapping[int, str] | None = None) -> None:
+        """Compares the name of the model that answered, and texts of tokens by id, with those of
+        earlier answers.
+
+        Raises UnexpectedError if they differ. Several threads may call it at once.
+        """
         first = self._facts.setdefault("model", model) if model else model
         if first != model:
             raise UnexpectedError("by another model than before", [first, model])
         for token_id, text in (tokens or {}).items():
-            # vLLM writes a part of a character as its neighbours make it.
+            # Only ASCII texts are compared: vLLM's text of a token that is a part of a character
+            # depends on the tokens beside it.
             first = self._facts.setdefault(token_id, text) if text and text.isascii() else text
             if first != text:
                 message = f"with another vocabulary than before: token {token_id}"
@@ -104,7 +115,7 @@ class JsonClient:
     """Sends JSON requests to one address."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """`headers` may hold secrets: no error shows their values."""
+        """The values of `headers` may be secrets: no error shows them."""
         self._url = url
         self._headers = {
             **headers,
@@ -113,11 +124,11 @@ class JsonClient:
             "Connection": "close",
         }
         secrets = set(headers.values())
-        # "Bearer abc": abc alone is one too.
+        # In "Bearer abcd" the word "abcd" alone is a secret, too.
         secrets |= {word for value in secrets for word in value.split() if len(word) > 3}
-        # As it stands in JSON.
+        # A JSON answer has a secret in escaped form.
         secrets |= {json.dumps(secret)[1:-1] for secret in secrets}
-        # The longest first: one may be a part of another.
+        # The longest is removed first, since one may be a part of another.
         self._secrets = sorted(secrets, key=len, reverse=True)
 
     def ask(
@@ -127,10 +138,10 @@ class JsonClient:
         limit_s: float | None = None,
         max_bytes: int = MAX_ANSWER_BYTES,
     ) -> Any:
-        """Returns the answer to `body`, or to a GET request if it is None, within `limit_s`
-        seconds.
+        """Returns the JSON answer to a POST request with `body`, or to a GET request if it is None.
 
-        Raises FailedCallError.
+        Raises FailedCallError if there is none, within `limit_s` seconds if given, or if it is
+        larger than `max_bytes`.
         """
         payload = None
         if body is not None:
@@ -139,7 +150,7 @@ class JsonClient:
             except (ValueError, RecursionError) as error:
                 raise FailedCallError(f"cannot be asked: the data is not JSON ({error})") from None
 
-        # It takes 0.2 s to import, and most runs ask no server.
+        # Imported here, since this takes 0.2 s and most runs ask no server.
         import aiohttp
         from aiohttp.http_exceptions import HttpProcessingError
 
@@ -147,27 +158,28 @@ class JsonClient:
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
 
         try:
-            # A thread of its own: a notebook has an event loop in the thread that asks, and nothing
-            # but the caller's patience ends the lookup of a name.
+            # With a time limit, the request gets its own thread: in a notebook the calling thread
+            # already has an event loop, and a DNS lookup cannot be ended, only abandoned.
             return ask() if limit_s is None else within(limit_s + _GRACE_S, ask)
         except aiohttp.ClientConnectorCertificateError as error:
             raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
-        # HttpProcessingError: aiohttp's parser in Python lets it through.
+        # aiohttp's parser in Python, used where its C code is missing, raises HttpProcessingError.
         except (aiohttp.ClientError, HttpProcessingError, OSError, UnicodeError) as error:
             details = " ".join(str(error).split())
             reason = f"{type(error).__name__}: {details}" if details else type(error).__name__
             if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
-                # aiohttp writes two addresses around it. The numbers of errors of DNS and TLS are
-                # not the system's, which would call them something else.
-                is_systems = not isinstance(
+                # aiohttp's message has two addresses around the reason, so take the reason alone.
+                # The error numbers of DNS and TLS are not errno's, so os.strerror is wrong there.
+                has_errno = not isinstance(
                     error, aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError
                 )
-                reason = os.strerror(error.errno) if is_systems and error.errno else error.strerror
+                reason = os.strerror(error.errno) if has_errno and error.errno else error.strerror
             address = self._url.partition("?")[0]
             message = f"did not answer: {self._redact(f'{reason} ({address})')}"
             raise FailedCallError(message, may_retry=True) from None
 
     async def _ask(self, payload: bytes | None, limit_s: float | None, max_bytes: int) -> Any:
+        """Sends one request over a new connection and returns the JSON of its response."""
         import aiohttp
 
         async with (
@@ -189,7 +201,10 @@ class JsonClient:
                 raise FailedCallError(message, may_retry=True, status=response.status) from None
 
     async def _read(self, response: aiohttp.ClientResponse, max_bytes: int) -> Any:
-        """Returns the JSON of a response. Raises FailedCallError."""
+        """Returns the JSON of a response, of which it reads little more than `max_bytes`.
+
+        Raises FailedCallError for an HTTP error, and for a body that is too long or not JSON.
+        """
         status = response.status
         length = response.content_length or 0
         is_plain = response.headers.get("Content-Encoding", "").lower() in ("", "identity")
@@ -214,27 +229,30 @@ class JsonClient:
         try:
             return json.loads(content)
         except (ValueError, RecursionError):
-            message = f"answered what is no JSON: {excerpt!r}"
+            message = f"answered text that is not JSON: {excerpt!r}"
             raise FailedCallError(message, may_retry=True, status=status) from None
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
-        """Returns the failure of a call whose answer has an unexpected form."""
+        """Returns the FailedCallError for an answer that is not as expected."""
         message = f"answered {error}"
         if error.content != "":
             message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
         return FailedCallError(message, may_retry=True, status=200)
 
     def _redact(self, text: str) -> str:
+        """Returns the beginning of `text`, without secrets and unprintable characters."""
         for secret in self._secrets:
             text = text.replace(secret, "<redacted>")
-        # A terminal would obey escapes in a server's words.
+        # A terminal would execute escape sequences in a server's text.
         printable = "".join(letter if letter.isprintable() else "\ufffd" for letter in text)
         return redact(printable)[:_MAX_SHOWN_CHARS]
 
 
 def retry_after_s(value: str) -> float | None:
-    """Returns the seconds of a Retry-After header: a number or a date (RFC 9110, 10.2.3); None
-    otherwise."""
+    """Returns the seconds to wait that a Retry-After header gives, as a number or a date.
+
+    Returns None if it has neither (RFC 9110, 10.2.3).
+    """
     if re.fullmatch(r"\s*\d{1,9}\s*", value):
         return float(value)
     try:
@@ -245,32 +263,32 @@ def retry_after_s(value: str) -> float | None:
 
 
 def as_finite(value: Any) -> float:
-    """Returns a JSON number as a float; true is 1.
+    """Returns a reward in a server's answer as a float; true becomes 1.0.
 
-    Raises UnexpectedError if it is not finite.
+    Raises UnexpectedError if it is not a finite number, or larger than a reward may be.
     """
     if not isinstance(value, int | float) or not abs(value) < math.inf:
-        raise UnexpectedError("what is no finite number", value)
+        raise UnexpectedError("a value that is not a finite number", value)
     if abs(value) > MAX_REWARD:
         raise UnexpectedError(f"a number beyond {MAX_REWARD:g}", value)
     return float(value)
 
 
-# Prompt logprobs: the logprobs that a vLLM server returns for tokens that it did not sample. The
-# request has token ids, so that nothing is tokenized twice. Each position of the answer is checked
-# to belong to this sequence: vLLM returns the ids that it was given, and its tokens at each
-# position always include the prompt's own token.
+# Prompt logprobs are the logprobs that a vLLM server returns for the tokens of a prompt, which it
+# did not sample. The request has token ids, so that the server does not tokenize the text again.
+# Each position of the answer is checked to belong to this prompt: vLLM returns the ids that it was
+# given, and its tokens at a position always include the prompt's own token.
 
 
 @dataclass(frozen=True)
 class PositionLogprobs:
     """The server's logprobs at one position of a sequence."""
 
-    # The logprob of the token that stands at this position.
+    # The logprob of the sequence's own token at this position.
     logprob: float
-    # As many (token id, logprob) pairs as requested, the likeliest first.
+    # The top_k likeliest tokens as (token id, logprob), the likeliest first.
     likeliest: list[tuple[int, float]]
-    # The token as the server writes it, or "" where it does not.
+    # The server's text of the sequence's own token, or "" if it sends none.
     text: str = field(default="", compare=False)
 
 
@@ -278,7 +296,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     """One model that a server offers."""
 
     name: str = msgspec.field(name="id")
-    # The most tokens of prompt and completion together; None if the server does not say.
+    # The largest number of tokens of prompt and completion together, or None if it is not given.
     max_tokens: int | None = msgspec.field(name="max_model_len", default=None)
 
 
@@ -287,10 +305,12 @@ class _ModelList(msgspec.Struct):
 
 
 class PromptLogprobs:
-    """Asks one server for one model's prompt logprobs."""
+    """Asks a server for the prompt logprobs of one of its models."""
 
     def __init__(self, url: str, headers: Mapping[str, str], model: str | None = None) -> None:
-        """`url` ends with /completions. `headers` may hold secrets: no error shows their values."""
+        """`url` ends with /completions. The values of `headers` may be secrets: no error shows
+        them.
+        """
         address, _, query = url.partition("?")
         models = address.removesuffix("/completions") + "/models" + (f"?{query}" if query else "")
         self._completions = JsonClient(url, headers)
@@ -307,7 +327,10 @@ class PromptLogprobs:
             raise self._models.malformed(UnexpectedError("no list of models", answer)) from None
 
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
-        """Returns the logprobs of each token except the first. Raises FailedCallError."""
+        """Returns the logprobs at each position of `token_ids` except the first.
+
+        Raises FailedCallError.
+        """
         ids = [int(token_id) for token_id in token_ids]
         body = {
             "model": self._model,
@@ -324,7 +347,7 @@ class PromptLogprobs:
         try:
             positions = _read_positions(answer, ids, top_k)
             texts = (position.text for position in positions)
-            self._first.hold(answer.get("model"), dict(zip(ids[1:], texts, strict=True)))
+            self._first.check(answer.get("model"), dict(zip(ids[1:], texts, strict=True)))
             return positions
         except UnexpectedError as error:
             raise self._completions.malformed(error) from None
@@ -333,7 +356,7 @@ class PromptLogprobs:
 class _Token(msgspec.Struct):
     """The server's entry for one token at one position."""
 
-    # vLLM writes minus infinity as -9999. Rounding may bring a probability above 1.
+    # vLLM sends -9999 for minus infinity. Rounding may make a probability larger than 1.
     logprob: Annotated[float, msgspec.Meta(gt=-9999.0, le=_ROUNDING)]
     rank: int | None = 1
     decoded_token: str | None = None
@@ -353,18 +376,18 @@ class _Answer(msgspec.Struct):
 
 
 def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[PositionLogprobs]:
-    """Returns each position except the first.
+    """Returns the logprobs of an answer at each position except the first.
 
-    Raises UnexpectedError for an answer that does not belong to these tokens. The error shows no
-    part of the answer, which may be of any size.
+    Raises UnexpectedError if the answer does not belong to these tokens. The error does not show
+    the answer, which may be very large.
     """
     try:
         choice = msgspec.convert(answer, _Answer).choices[0]
     except msgspec.ValidationError as error:
-        raise UnexpectedError(f"prompt_logprobs of another form: {error}") from None
+        raise UnexpectedError(f"prompt_logprobs of an unexpected form: {error}") from None
     positions = choice.prompt_logprobs
     if choice.prompt_token_ids not in (None, token_ids):
-        raise UnexpectedError("for another prompt than it was asked of")
+        raise UnexpectedError("for another prompt than the request's")
     if len(positions) != len(token_ids):
         raise UnexpectedError(f"{len(positions)} prompt_logprobs for {len(token_ids)} tokens")
     return [
@@ -374,11 +397,15 @@ def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[P
 
 
 def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) -> PositionLogprobs:
-    """Returns the logprobs of one position. `tokens` has the server's entries by token id."""
+    """Returns the logprobs of one position.
+
+    `tokens` has the server's entries by token id. `prompt_token` is the id of the prompt's own
+    token. Raises UnexpectedError if they are not the `top_k` likeliest tokens and the prompt's own.
+    """
     if prompt_token not in tokens:
-        raise UnexpectedError("prompt_logprobs without the prompt's own token at its place")
+        raise UnexpectedError("prompt_logprobs without the prompt's own token at its position")
     logprobs = {name: min(token.logprob, 0.0) for name, token in tokens.items()}
-    # The prompt's own is there in addition if it is not among the likeliest; nothing else ever is.
+    # vLLM sends top_k tokens, and one more if the prompt's own is not among them.
     likeliest = dict(logprobs)
     if len(tokens) > top_k:
         del likeliest[prompt_token]
@@ -388,9 +415,9 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
     has_odd_rank = any(tokens[name].rank not in range(1, top_k + 1) for name in likeliest)
     if len(likeliest) != top_k or is_above or has_odd_rank:
         raise UnexpectedError(
-            f"{len(tokens)} tokens at a place, which are not the {top_k} likeliest and its own"
+            f"{len(tokens)} tokens at a position, not the {top_k} likeliest and the prompt's own"
         )
-    # NaN fails the comparison, so it is refused too.
+    # Written with `not`, so that NaN is refused, too.
     if not math.fsum(map(math.exp, logprobs.values())) <= 1 + _ROUNDING:
         raise UnexpectedError("probabilities that add up to more than 1")
     in_order = sorted(
@@ -401,37 +428,37 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
     return PositionLogprobs(logprobs[prompt_token], in_order, text)
 
 
-# Calls from threads of this process, under the limits of pool/call_limits.py.
-
-
 class ServerCalls:
-    """Makes a list of calls, some seconds at a time."""
+    """Makes a list of calls in threads of this process, under the limits of pool/call_limits.py.
+
+    The caller lets it work for some seconds at a time (`run_for`).
+    """
 
     def __init__(
         self, limits: CallLimits, jobs: Sequence[tuple[int, Callable[[float], Any]]]
     ) -> None:
-        """A job is (index of its limit, function that takes the seconds of its deadline and returns
-        the answer).
+        """A job is (index of its reward in `limits`, function that makes the call).
 
-        The function ends by its deadline. It may raise FailedCallError.
+        The function gets the seconds that it may take and must return its answer within them, or
+        raise FailedCallError.
         """
         limits.begin_scoring()
         limits.wait_for_all()
         self._limits = limits
         self._jobs = jobs
-        # The one sample of each call is the number of its job.
+        # Each call has one sample, which is the index of its job.
         self._waiting = deque(Call(limit, [job]) for job, (limit, _) in enumerate(jobs))
         self._num_running = 0
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
-        # The answers and errors of finished jobs, by job.
+        # The answer or the error of each finished job, by its index.
         self.answers: dict[int, Any] = {}
         self.errors: dict[int, str] = {}
-        # The seconds of each request.
+        # How long each request took.
         self.seconds: list[float] = []
         self.num_retries = 0
 
     def run_for(self, seconds: float) -> bool:
-        """Makes calls for at most `seconds` seconds. Returns True if some are left."""
+        """Makes calls for at most `seconds` seconds. Returns True if some jobs are not finished."""
         end = time.monotonic() + seconds
         while self._waiting or self._num_running:
             for call in self._limits.take_given_up(self._waiting):
@@ -450,7 +477,7 @@ class ServerCalls:
         return False
 
     def _ask(self, call: Call) -> None:
-        """Runs in a thread. Every error is passed to the thread that waits for the reply."""
+        """Makes one call. Runs in a thread, and passes the answer or any error to `run_for`."""
         try:
             reply = self._jobs[call.samples[0]][1](self._limits.remaining_s(call))
         except BaseException as error:
@@ -458,9 +485,9 @@ class ServerCalls:
         self._replies.put((call, reply))
 
     def _take(self, call: Call, reply: Any) -> None:
-        """Stores the answer of a call, or lets it wait for another try, or stores its last error.
+        """Stores the answer of a call; after a failure, queues it again or stores its last error.
 
-        Raises what is no failure of a call, which is a fault of the program.
+        Raises any `reply` that is an exception other than FailedCallError: it shows a bug.
         """
         [job] = call.samples
         seconds = time.monotonic() - call.start

@@ -1,13 +1,14 @@
-"""This module has rewards that ask a server: a reward server in slime's or OpenRLHF's form, or a
-judge.
+"""This module has rewards that a server computes: a reward server with the request format of slime
+or OpenRLHF, or a judge.
 
-The label in a request is the column `label`, or `answer` if there is none, or null without either.
+The label in a request to a reward server is the row's column `label`, or else `answer`, or else
+null.
 
 A judge is a model behind an OpenAI-compatible address that reads a rubric and ends its reply with a
-score. The completion is data in the rubric. Braces in it stay as they are. The marks around it hold
-its digest, which the completion cannot contain, so that it cannot end the marks. The judge is told
-to obey nothing between the marks. A weak judge can still be persuaded: read some of the highly
-rewarded completions.
+score. The completion is inserted into the rubric as data: braces in it are not expanded, and the
+marks before and after it contain a digest of it, so that no completion can contain its own end
+mark. The judge is told to obey nothing between the marks. A weak judge can still be persuaded, so
+read some of the completions with high rewards.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from grpo_spmd.rewards.remote.client import (
     headers_of,
 )
 
-# The columns that may hold the label; the first that a row has counts.
+# The columns that may have the label; the first one that is not null is taken.
 LABELS = ("label", "answer")
 Columns = Mapping[str, list[Any]]
 # Matches a column's name in braces in a rubric.
@@ -47,41 +48,45 @@ _SCORE = re.compile(
     rf"(?:.*\bscore\b[\s:=*_`\"']*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE
 )
 _MAX_RUBRIC_BYTES = 1 << 20
-# As JsonClient encodes a body.
+# Encodes like JsonClient.ask.
 _ENCODER = json.JSONEncoder(allow_nan=False, default=str)
 
 
 class Form:
-    """One kind of server: how it is asked, and how its answer is read."""
+    """The format of a kind of server's requests and answers."""
 
     fields: tuple[str, ...]
-    """The names in a body that belong to the form and must not stand in `args`."""
+    """The fields of a request that the trainer fills, so that `args` must not have them."""
     needs: tuple[str, ...] = ()
-    """The columns without which the server cannot be asked."""
+    """The columns of the data set that a request requires."""
     one_at_a_time = True
-    """True if a request is about one completion."""
+    """True if a request is about a single completion."""
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
-        """Returns the JSON to send."""
+        """Returns the JSON of a request."""
         raise NotImplementedError
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """Returns the scores of `number` completions. Raises UnexpectedError for any other
-        answer."""
+        """Returns the scores of the request's `number` completions from the server's answer.
+
+        Raises UnexpectedError if it does not have them.
+        """
         raise NotImplementedError
 
 
 class ServerFunction:
-    """The reward function of a reward with a server.
+    """A reward function that asks a server.
 
-    Its client is made at its first call, in a worker: no other process needs the secrets.
+    It creates its client at the first call, in a worker, since no other process needs the secrets.
     """
 
     def __init__(
         self, config: RewardConfig, entry: str, variables: Mapping[str, str] = os.environ
     ) -> None:
-        """`variables` hold the values of `headers_env`. Raises ConfigError for a bad rubric, and
-        for `args` that belong to the form itself."""
+        """`variables` are the environment variables that `headers_env` refers to.
+
+        Raises ConfigError for a bad rubric, and for `args` that the trainer itself fills.
+        """
         self._config = config
         self._variables = variables
         self._where = entry
@@ -101,6 +106,7 @@ class ServerFunction:
         completion_ids: Any,
         **columns: list[Any],
     ) -> list[float]:
+        """Returns the server's scores of the completions. Raises FailedCallError."""
         config = self._config
         if self._client is None:
             entry = f"{self._where}.headers_env"
@@ -115,9 +121,9 @@ class ServerFunction:
 
 
 def assistant_text(completion: Any) -> Any:
-    """Returns the text of a chat of one assistant message; anything else stays as it is.
+    """Returns the text of a completion that is a list of one message without tool calls.
 
-    A message with tool calls stays as it is too.
+    Returns any other completion unchanged.
     """
     if isinstance(completion, list) and len(completion) == 1 and isinstance(completion[0], dict):
         message = completion[0]
@@ -126,14 +132,14 @@ def assistant_text(completion: Any) -> Any:
 
 
 def _label(columns: Columns, number: int) -> Any:
-    """Returns the label of a completion; a row that lacks a column holds None for it."""
+    """Returns the label in row `number` of `columns`, or None if the row has none."""
     labels = [columns[name][number] for name in LABELS if name in columns]
     return next((label for label in labels if label is not None), None)
 
 
 class _Slime(Form):
-    """slime's `--rm-url`: a request has one completion; the answer is the reward, or an object
-    with it."""
+    """slime's `--rm-url`: a request has one completion, and its answer is the reward or an object
+    that has it."""
 
     fields = ("prompt", "response", "label", "metadata")
 
@@ -146,6 +152,7 @@ class _Slime(Form):
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
+        """Accepts a number, {"score": number} or the like, and each of these in a list of one."""
         if isinstance(answer, dict):
             names = [name for name in ("score", "reward", "rewards") if name in answer]
             if not names:
@@ -157,7 +164,7 @@ class _Slime(Form):
 
 
 class _OpenRlhf(Form):
-    """OpenRLHF's `--remote_rm_url`: a request has all completions of a call, and as many
+    """OpenRLHF's `--remote_rm_url`: a request has several completions, and its answer as many
     `rewards`."""
 
     fields = ("query", "prompts", "labels")
@@ -180,7 +187,7 @@ class _OpenRlhf(Form):
 
 
 def _join(prompt: Any, completion: Any) -> Any:
-    """Returns a prompt with its completion: text, or messages."""
+    """Returns a prompt with its completion as one text, or as a list of messages for a chat."""
     if isinstance(prompt, str) and isinstance(completion, str):
         return prompt + completion
     messages = prompt if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
@@ -199,19 +206,19 @@ class _Choice(msgspec.Struct):
 
 
 class _ChatAnswer(msgspec.Struct):
-    """The fields of a chat completion that are read."""
+    """The parts of a response to /chat/completions that are used."""
 
     choices: list[_Choice]
     model: str | None = None
 
 
 class Judge(Form):
-    """The form of a judge's requests and answers."""
+    """The format of requests to a judge and of its answers."""
 
     fields = ("model", "messages", "stream", "n")
 
     def __init__(self, config: RewardConfig, entry: str) -> None:
-        """Raises ConfigError for a bad rubric."""
+        """Reads the rubric. `entry` begins the message of ConfigError if it is a bad one."""
         self._config = config
         self._first = FirstAnswer()
         self._rubric = read_rubric(str(config.judge), entry)
@@ -219,6 +226,7 @@ class Judge(Form):
         self.needs = tuple(name for name in names if name not in ("prompt", "completion"))
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
+        """Returns a chat request of one message: the rubric with its fields filled in."""
         completion = _as_text(completions[0])
         digest = hashlib.blake2b(completion.encode(errors="replace"), digest_size=8).hexdigest()
         mark = f"completion-{digest}"
@@ -246,13 +254,15 @@ class Judge(Form):
             choice = chat.choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
-        self._first.hold(chat.model)
+        self._first.check(chat.model)
         return [self.score_of(choice.message.content, choice.finish_reason)]
 
     def score_of(self, reply: str, finish_reason: Any) -> float:
-        """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for a reply without a
-        score."""
-        # "Score: 1" may be the beginning of "Score: 10".
+        """Returns the score in a judge's reply, scaled from `judge_scale` to [0, 1].
+
+        Raises UnexpectedError if the reply has no score, or one outside the scale.
+        """
+        # The "Score: 1" of a reply that was cut off may be the beginning of "Score: 10".
         if finish_reason == "length":
             raise UnexpectedError("a reply that was cut off")
         low, high = self._config.judge_scale
@@ -265,7 +275,7 @@ class Judge(Form):
 def parse_score(reply: str, highest: float) -> float:
     """Returns the number on the last line that is not empty: "7", "Score: 7", "**Score: 7/10**".
 
-    Raises UnexpectedError.
+    Raises UnexpectedError if that line is anything else, or "7/N" where N is not `highest`.
     """
     lines = [line for line in reply.splitlines() if line.strip()]
     line = lines[-1].lstrip(" \t*_`").rstrip(" \t*_`.") if lines else ""
@@ -278,12 +288,12 @@ def parse_score(reply: str, highest: float) -> float:
 
 
 def read_rubric(file: str, entry: str) -> str:
-    """Returns a rubric's text.
+    """Returns the text of a rubric's file.
 
-    Raises ConfigError if it is not there, is no text, or shows the judge no completion.
+    Raises ConfigError if the file is missing, is not a text, or does not contain {completion}.
     """
     try:
-        # A device has no end, and a fifo waits for ever.
+        # Only a regular file is read: a device may have no end, and a fifo may wait for ever.
         with open_regular(Path(file), follow=True) as opened:
             rubric = opened.read(_MAX_RUBRIC_BYTES).decode()
             if opened.read(1):
@@ -296,21 +306,21 @@ def read_rubric(file: str, entry: str) -> str:
         ) from None
     if "completion" not in fields_in(rubric):
         raise ConfigError(
-            f"{entry}: {file} does not say {{completion}}, where the judge is to see it; add it"
+            f"{entry}: {file} does not say {{completion}}, for the text to be judged; add it"
         )
     return rubric
 
 
 def fields_in(rubric: str) -> list[str]:
-    """Returns the names in braces, as often as they stand in the rubric."""
+    """Returns the names in braces in a rubric, in order and with repetitions."""
     return _FIELD.findall(rubric)
 
 
 def _as_text(value: Any) -> str:
-    """Returns a column or a chat as text.
+    """Returns a column's value or a chat as text for a rubric.
 
-    Each message is a line of JSON, with its tool calls: no text can end its message and begin
-    another one. A single message that has only a text becomes that text.
+    A single message with nothing but text becomes that text. Otherwise each message, with its tool
+    calls, becomes a line of JSON, so that no text inside a message can look like another message.
     """
     if isinstance(value, str):
         return value
@@ -323,12 +333,12 @@ def _as_text(value: Any) -> str:
     return "\n".join(json.dumps(message, ensure_ascii=False, default=str) for message in messages)
 
 
-# Checks that run before any server is asked.
+# The checks below run before any server is asked.
 
 
 def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
-    """Raises ConfigError for a limit that leaves a rank without a call, and for a header without
-    its environment variable."""
+    """Raises ConfigError for a call limit that is less than the number of ranks, and for a header
+    whose environment variable is not set."""
     for index, config in enumerate(configs):
         entry = f"rewards.{index}"
         for name in ("max_concurrent", "max_per_minute"):
@@ -344,11 +354,11 @@ def check_calls(configs: Sequence[RewardConfig], num_ranks: int) -> None:
 def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> None:
     """Raises ConfigError, which names file:line, for a column that cannot be sent as JSON."""
     for index, config in enumerate(configs):
-        # Values for a rubric become text, so only the bodies of other forms need JSON.
+        # A rubric's values are turned into text, so only requests to reward servers can fail.
         if config.url is None or config.judge is not None:
             continue
         for row in rows:
-            # slime's servers get all columns as metadata, OpenRLHF's the label alone.
+            # A request in slime's format has all columns as metadata, one in OpenRLHF's the label.
             names = row.columns if config.form == "slime" else LABELS
             for name in names:
                 try:
@@ -356,7 +366,7 @@ def check_sent(configs: Sequence[RewardConfig], rows: Sequence[PromptRow]) -> No
                 except (ValueError, RecursionError):
                     raise ConfigError(
                         f"{row.where}: the column {name!r} holds NaN or infinity, which JSON has "
-                        f"not, and rewards.{index}.url is sent it; fill it, or take it out"
+                        f"no form for, and is sent to rewards.{index}.url; fill it, or take it out"
                     ) from None
 
 
@@ -368,10 +378,10 @@ def check_pace(
     step_shape: tuple[int, int],
     num_evaluated: int = 0,
 ) -> None:
-    """Raises ConfigError if max_per_minute alone makes scoring outlast its phase's time limit.
+    """Raises ConfigError if max_per_minute makes scoring take longer than the watchdog allows.
 
-    `step_shape` is (groups of a step, size of a group). `num_evaluated` is the number of
-    completions of an evaluation.
+    `step_shape` is (number of groups in a step, group size). `num_evaluated` is the number of
+    completions in an evaluation.
     """
     num_groups, group_size = step_shape
     for index, config in enumerate(configs):
@@ -383,7 +393,8 @@ def check_pace(
             ("eval", "an evaluation", num_evaluated, 1),
         )
         for phase, scope, number, calls_each in phases:
-            # The slowest rank: the groups it may have to score, at its share of the pace.
+            # The time of the slowest rank, which makes its share of the calls at its share of the
+            # rate.
             seconds = max(
                 (share_of(number, rank, num_ranks) * calls_each - 1)
                 * 60

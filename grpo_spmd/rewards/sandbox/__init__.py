@@ -1,5 +1,6 @@
-"""Model-written code in a closed process.
+"""Runs model-written code in an isolated process.
 
-sandbox.py judges from outside; jail.py is the process, the standard library alone.
-Imports files alone.
+sandbox.py starts the process and judges its results; jail.py is what the process runs, and imports
+the standard library only.
+Imports only files from the rest of the package.
 """

@@ -1,7 +1,7 @@
-"""This module runs pieces of code one after the other in one interpreter inside the jail.
+"""This module runs several pieces of code, one after the other, in one interpreter inside the jail.
 
-As in a notebook, a name that one piece defines exists for the next one. sandbox.py sends this file
-into the jail as text, so it uses the standard library alone.
+As in a notebook, a name that one piece defines is visible to the next one. sandbox.py sends this
+file into the jail as text, so it may import the standard library only.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 
 
 class Head(io.TextIOBase):
-    """Keeps the first `limit` characters that are written and counts the others, so that endless
-    printing costs no memory."""
+    """A text stream that keeps the first `limit` characters and only counts the rest, so that
+    endless printing does not fill the memory."""
 
     def __init__(self, limit: int) -> None:
         self._parts, self._room, self.num_cut = list[str](), limit, 0
@@ -39,18 +39,23 @@ class Head(io.TextIOBase):
 
 
 def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Answers each message {"code", "number", "limit"} with the output of the code, the value of
-    its last expression (as in a notebook), and its error."""
+    """Runs the code of each message that `read` returns and writes what it printed and its error.
+
+    A message has "code", "number" (which the answer repeats) and "limit" (in characters). As in a
+    notebook, the value of the code's last expression is printed. Never returns: the trainer kills
+    the process.
+    """
     module = types.ModuleType("__main__")
-    # Where classes of the code say they are from.
+    # Classes that the code defines get __module__ = "__main__", which must resolve to this module.
     sys.modules["__main__"] = module
     while True:
         job = read()
         out = Head(job["limit"])
         sys.stdout = sys.stderr = out
         error = _run(job["code"], f"<call {job['number']}>", module.__dict__)
+        # The error may be half as long as the output. Its end is kept: the last line of a traceback
+        # names the exception.
         limit = job["limit"] // 2
-        # The end of an error says which one it is.
         cut = len(error) - limit
         error = f"... [{cut:,} characters left out]\n{error[-limit:]}" if cut > 0 else error
         write(
@@ -64,11 +69,15 @@ def run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
 
 
 def _run(code: str, name: str, scope: dict[str, Any]) -> str:
-    """Runs one piece of code. Returns its error as Python would print it, or "" without an
-    error."""
+    """Runs one piece of code and prints the value of its last expression.
+
+    Returns the traceback as Python would print it, or "" if nothing was raised. `name` stands for
+    the file name in the traceback.
+    """
     try:
         body = ast.parse(code, name).body
-        # The traceback shows the lines of the code from here.
+        # Tracebacks take the lines of the code from this cache. The mtime None keeps linecache from
+        # dropping the entry because there is no such file.
         linecache.cache[name] = (
             len(code),
             None,
@@ -76,8 +85,8 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             name,
         )
         last_expression = body.pop() if body and isinstance(body[-1], ast.Expr) else None
-        # FunctionType runs a code object in a given scope, as exec does, and gives back an
-        # expression's value.
+        # Calling a function made of a code object runs it with `scope` as its globals, as exec and
+        # eval do, and returns the value of an expression.
         types.FunctionType(compile(ast.Module(body, []), name, "exec"), scope)()
         if isinstance(last_expression, ast.Expr):
             value = types.FunctionType(
@@ -86,14 +95,14 @@ def _run(code: str, name: str, scope: dict[str, Any]) -> str:
             if value is not None:
                 print(repr(value))
     except BaseException as error:
-        # SystemExit comes here too: the interpreter stays for the next call.
+        # SystemExit is caught too: the interpreter is kept for the next piece of code.
         try:
             frames = error.__traceback__
-            # The outer frames are those of this file, and say nothing about the code.
+            # The outermost frames belong to this file; leave them out of the traceback.
             while frames is not None and frames.tb_frame.f_code.co_filename != name:
                 frames = frames.tb_next
             return "".join(traceback.format_exception(type(error), error, frames, limit=20))
         except BaseException:
-            # The error cannot even be printed.
+            # Formatting the error failed, for instance in its __str__.
             return f"{type(error).__name__}\n"
     return ""

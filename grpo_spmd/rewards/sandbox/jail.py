@@ -1,22 +1,24 @@
 """This module is the process in which model-written code runs: it isolates itself, then runs the
 code.
 
-    python -I -S -X utf8 jail.py SOCKET_FD      (by sandbox.py, with an empty environment, in a
-    session of its own)
+    python -I -S -X utf8 jail.py SOCKET_FD
 
-A *wall* is one mechanism of isolation. The code cannot take down any of these walls:
+sandbox.py starts it with an empty environment and in its own session. A *wall* is one mechanism of
+isolation. The code cannot take down any of these walls:
 
-- seccomp: no new process, no socket, no signal to another process, no tracing, mounting, keys, bpf,
-  io_uring, no change of modes or owners. The process has no children, so to kill it is enough.
-- Landlock: the process can only read the Python installation and the system's libraries, and open
-  files in its scratch folder.
-- Namespaces, where the kernel allows them: an empty root with only these folders, read-only, a
-  scratch folder in memory of bounded size, an empty network. Without them the code has no place to
-  write and no thread, and stat tells about files outside.
-- rlimits: memory, CPU time, size of a file, open files, threads.
-- No privileges: as root it becomes another user; it has no capability and can gain none.
+- seccomp: the process cannot create processes or sockets, signal or trace other processes, mount,
+  use keys, bpf or io_uring, or change modes and owners of files. Since it can have no children,
+  killing it ends everything.
+- Landlock: the process can only read the Python installation and the system's libraries, and, with
+  namespaces, use files in its scratch folder.
+- Namespaces, where the kernel allows them: a root file system that has only these folders
+  (read-only) and a scratch folder in memory of bounded size, and a network without interfaces.
+  Without namespaces the code cannot write files or start threads, and stat() still tells which
+  files exist outside.
+- rlimits: memory, CPU time, file size, number of open files and of threads.
+- No privileges: a process of root becomes another user; it has no capabilities and can gain none.
 
-If the files or the network cannot be closed off, the process says why and runs nothing.
+If the files or the network cannot be closed off, the process reports why and does not run the code.
 """
 
 from __future__ import annotations
@@ -42,10 +44,11 @@ _NEWUSER, _NEWNS, _NEWNET, _NEWIPC, _NEWUTS = 0x10000000, 0x20000, 0x40000000, 0
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
-# Refused system calls: name, number on x86_64, on aarch64 (-1: it has none).
+# By machine: the column of its system call numbers in the tables below, and its AUDIT_ARCH_* value.
 _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-# System calls that later kernels add are refused.
+# lsm_list_modules, of Linux 6.8. System calls that later kernels add are refused.
 _LAST_KNOWN_SYSCALL = 461
+# Refused system calls: name, number on x86_64, number on aarch64 (-1: it does not exist there).
 _REFUSED = """
     fork 57 -1, vfork 58 -1, execve 59 221, execveat 322 281, socket 41 198, connect 42 203, accept
     43 202, accept4 288 242, bind 49 200, listen 50 201, tkill 200 130, rt_sigqueueinfo 129 138,
@@ -66,6 +69,7 @@ _REFUSED = """
     fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, inotify_add_watch
     254 27, fanotify_init 300 262
 """
+# System calls that are allowed for some arguments: (number on x86_64, number on aarch64).
 _CLONE, _CLONE3, _KILL, _TGKILL = (56, 220), (435, 435), (62, 129), (234, 131)
 _PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (
     (302, 261),
@@ -76,16 +80,16 @@ _PRLIMIT, _SOCKETPAIR, _FCNTL, _IOCTL, _PRCTL = (
 )
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
-# write, remove, make folder, file and link, truncate
+# WRITE_FILE, REMOVE_DIR, REMOVE_FILE, MAKE_DIR, MAKE_REG, MAKE_SYM and TRUNCATE.
 _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
-# An instruction of the filter: code, jump if true, jump if false, operand.
+# A classic BPF instruction: operation, jump if true, jump if false, operand.
 _Instruction = tuple[int, int, int, int]
 
 
 class Refused(Exception):
-    """Says that this machine cannot isolate code."""
+    """Raised if this machine cannot isolate code."""
 
 
 def put_up_walls(
@@ -93,9 +97,9 @@ def put_up_walls(
 ) -> list[str]:
     """Isolates this process for good and returns the names of the walls.
 
-    Raises Refused where the files or the network stay open. `readable` are absolute paths, readable
-    with all below them; `scratch` is an empty folder, first for the new root, then as the working
-    folder.
+    `readable` are the absolute paths that the code may read, with everything below them. `scratch`
+    is an empty folder, on which the new root file system is mounted where namespaces are allowed.
+    Raises Refused if files or the network cannot be closed off.
     """
     # PR_SET_PDEATHSIG: the process dies with its parent.
     _prctl(1, signal.SIGKILL)
@@ -107,10 +111,10 @@ def put_up_walls(
     set_limits(memory_bytes, cpu_s)
     is_other_user = os.getuid() != 0
     if has_own_root and not is_other_user:
-        # A user that nobody else is: RLIMIT_NPROC does not bind root, and nothing on the machine
-        # belongs to it.
+        # RLIMIT_NPROC does not bind root, so become a user id that nobody else has and that owns
+        # nothing on this machine. A container may map low ids only: then take 65534 (nobody).
         is_other_user = any(_become(uid) for uid in (2_000_000_000 + os.getpid(), 65534))
-    # A change of user takes it back.
+    # Changing the user has cleared PR_SET_PDEATHSIG, so set it again.
     _prctl(1, signal.SIGKILL)
     # PR_SET_NO_NEW_PRIVS.
     _prctl(38, 1)
@@ -127,9 +131,10 @@ def put_up_walls(
 
 
 def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Sets bounds that need no kernel feature.
+    """Sets the resource limits, which work on every kernel.
 
-    A write beyond the file size is an error in the code, and does not end the process.
+    A write beyond the file size limit raises OSError in the code and does not kill the process,
+    since Python ignores SIGXFSZ.
     """
     limits = {
         "AS": memory_bytes,
@@ -148,13 +153,14 @@ def set_limits(memory_bytes: int, cpu_s: int) -> None:
 
 
 def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
-    """Returns True if this process now has its own root and an empty network.
+    """Moves this process into its own mount, network, IPC and UTS namespaces, and returns True.
 
-    The root holds `readable` alone. False where the kernel or the container forbids it.
+    Its new root file system has only `readable` and a scratch folder /tmp, which becomes the
+    working folder. Returns False if the kernel or the container forbids this.
     """
     flags, uid, gid = _NEWNS | _NEWNET | _NEWIPC | _NEWUTS, os.getuid(), os.getgid()
     try:
-        # Without the privilege, a user namespace gives it.
+        # A process without the privilege to unshare has it in a new user namespace.
         if uid != 0 or _libc.unshare(flags):
             if _libc.unshare(flags | _NEWUSER):
                 return False
@@ -180,6 +186,8 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
         os.makedirs(scratch + "/tmp", exist_ok=True)
         os.chmod(scratch + "/tmp", 0o777)
         os.chdir(scratch)
+        # pivot_root(".", ".") leaves the old root mounted on top of the new one; umount2 with
+        # MNT_DETACH (2) then removes it.
         number = (155, 41)[_ARCHITECTURES[platform.machine()][0]]
         if _syscall(number, b".", b".") or _libc.umount2(b".", 2):
             raise OSError(_error())
@@ -191,6 +199,7 @@ def _enter_namespaces(readable: Sequence[str], scratch: str) -> bool:
 
 
 def _become(uid: int) -> bool:
+    """Returns True if this process could change its user and group to `uid`."""
     try:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -201,7 +210,13 @@ def _become(uid: int) -> bool:
 
 
 def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
-    # The number of file rights grows with the ABI; later ABIs add TCP, sockets and signals.
+    """Restricts this process to reading `readable`, and to using files in `scratch` if it is given.
+
+    `abi` is the version of Landlock in this kernel. Raises Refused if the kernel does not accept
+    the rules.
+    """
+    # ABIs 1, 2, 3 and 5 know 13, 14, 15 and 16 rights on files. ABI 4 adds TCP bind and connect,
+    # ABI 6 abstract Unix sockets and signals; each addition makes the struct longer.
     handled = (1 << (13, 14, 15, 15, 16)[min(abi, 5) - 1]) - 1
     attributes = struct.pack("QQQ", handled, 3 if abi >= 4 else 0, 3 if abi >= 6 else 0)
     size = 8 if abi < 4 else 16 if abi < 6 else 24
@@ -225,16 +240,22 @@ def _landlock(abi: int, readable: Sequence[str], scratch: str | None) -> None:
 
 
 def _seccomp(*, allow_threads: bool) -> None:
+    """Installs a filter (a classic BPF program) that the kernel runs at every system call.
+
+    Raises Refused if there is no filter for this machine or the kernel does not accept it.
+    """
     if platform.machine() not in _ARCHITECTURES or sys.byteorder != "little":
         raise Refused(f"no system call filter is written for {platform.machine()}")
     column, architecture = _ARCHITECTURES[platform.machine()]
-    # A refused call fails with EPERM, an unknown one with ENOSYS.
+    # The instructions that end the filter: the call is allowed, fails with EPERM (refuse), or fails
+    # with ENOSYS (unknown).
     allow, refuse, unknown = (
         (0x06, 0, 0, answer) for answer in (0x7FFF0000, 0x00050001, 0x00050026)
     )
-    # Offsets of the low halves of the first two arguments in seccomp_data.
+    # Offsets of the low 32 bits of the first two arguments in struct seccomp_data.
     arg0, arg1 = 16, 24
-    # What a rule answers: (to other values of the argument, to the values that it names).
+    # The last two instructions of a rule: the first is reached if the argument has none of the
+    # listed values, the second if it has one of them.
     only = (refuse, allow)
     never = (allow, refuse)
     pid = os.getpid()
@@ -242,7 +263,7 @@ def _seccomp(*, allow_threads: bool) -> None:
     def load(offset: int) -> _Instruction:
         return 0x20, 0, 0, offset
 
-    # "and": the next rule decides; it reads the number of the call again.
+    # For a listed value the next rule decides; it needs the number of the call loaded again.
     only_and = (refuse, load(0))
 
     def rule(
@@ -253,27 +274,35 @@ def _seccomp(*, allow_threads: bool) -> None:
         *,
         test: int = 0x15,
     ) -> list[_Instruction]:
-        """Answers `call` by an argument: `test` 0x15 compares it, 0x45 looks for a bit."""
+        """Returns instructions that decide about `call` by one of its arguments.
+
+        `test` 0x15 (BPF_JEQ) asks whether the argument equals one of `values`, 0x45 (BPF_JSET)
+        whether it has one of these bits.
+        """
         tests = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
         return [(0x15, 0, len(values) + 3, call[column]), load(argument), *tests, *answers]
 
     program = [
-        # A call of another architecture: kill the process.
+        # Kill the process if it makes a system call of another architecture.
         load(4), (0x15, 1, 0, architecture), (0x06, 0, 0, 0x80000000),
-        load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,  # x32 calls as well
-        (0x15, 0, 1, _CLONE3[column]), unknown,  # its flags are out of reach; libc uses clone
-        # CLONE_THREAD: no process.
+        # x32 system calls have larger numbers, so they are unknown, too.
+        load(0), (0x25, 0, 1, _LAST_KNOWN_SYSCALL), unknown,
+        # clone3 has its flags behind a pointer, which a filter cannot read. libc uses clone
+        # instead if clone3 is unknown.
+        (0x15, 0, 1, _CLONE3[column]), unknown,
+        # 0x10000 is CLONE_THREAD: clone may create threads, but no processes.
         *rule(_CLONE, arg0, [0x10000] if allow_threads else [], test=0x45),
         *rule(_KILL, arg0, [pid]),
         *rule(_TGKILL, arg0, [pid]),
         *rule(_PRLIMIT, arg0, [0, pid]),
-        *rule(_PRCTL, arg0, [1], never),  # not PDEATHSIG, which ends it with us
-        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN, SIOCSPGRP: a signal of one's choice to any
-        # process of this user.
+        # The code must not change PR_SET_PDEATHSIG, by which this process dies with its parent.
+        *rule(_PRCTL, arg0, [1], never),
+        # F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP can make the kernel send a signal
+        # of the code's choice to any process of this user.
         *rule(_FCNTL, arg1, [8, 10, 15], never),
         *rule(_IOCTL, arg1, [0x8901, 0x8902], never),
-        # What asyncio needs: AF_UNIX, and SOCK_STREAM with or without SOCK_NONBLOCK and
-        # SOCK_CLOEXEC; not datagrams, which could be sent to a name.
+        # asyncio needs pairs of AF_UNIX, SOCK_STREAM sockets, with or without SOCK_NONBLOCK and
+        # SOCK_CLOEXEC. Datagram sockets are refused: they could send to any named socket.
         *rule(_SOCKETPAIR, arg0, [1], only_and),
         *rule(_SOCKETPAIR, arg1, [1, 0x801, 0x80001, 0x80801]),
     ]  # fmt: skip
@@ -328,9 +357,11 @@ def _run_source(text: str, name: str, mode: str, scope: dict[str, Any]) -> Any:
 
 
 def encode_value(value: Any) -> Any:
-    """Returns a value of plain types as JSON: itself, or [type, content].
+    """Returns a value as JSON, which sandbox.py decodes: None, bools and strings as they are, other
+    plain types as [tag, content].
 
-    Raises TypeError for other values: an object could compare as it likes.
+    Raises TypeError for other types: an object of the code's own class could claim to equal
+    anything.
     """
     if value is None:
         return None
@@ -353,15 +384,18 @@ def encode_value(value: Any) -> Any:
 
 
 def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
-    """Runs the code, then the statements, which arrive only after it.
+    """Runs the code, then the tests' statements, which the trainer sends only after the code has
+    run.
 
-    Each statement sends its value, or its secret if it held.
+    Writes a message for each statement: its value and its secret if it raised nothing, else its
+    number alone.
     """
     pristine = dict(vars(builtins))
     names = _run_module("solution", code)
     write({"loaded": True})
     statements = read()
-    # Where a statement judges by itself, what the code made of `abs` or `all` has no say.
+    # A statement in mode "exec" is judged in this process. The code may have redefined `abs` or
+    # `all` so that it passes, so leave out names of builtins that the code has defined.
     is_judged_here = any(statement["mode"] == "exec" for statement in statements)
     scope = {
         name: item for name, item in names.items() if not (is_judged_here and name in pristine)
@@ -378,6 +412,7 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
 
 
 def _main(fd: int) -> None:
+    """Isolates this process, then runs the job that arrives on the socket `fd`."""
     connection = socket.socket(fileno=fd)
     lines = connection.makefile("rb")
 
@@ -403,9 +438,9 @@ def _main(fd: int) -> None:
         write({"refused": str(error)})
         os._exit(1)
     write({"walls": walls})
-    # The interpreter itself puts LC_CTYPE there.
+    # Python itself may have added LC_CTYPE to the empty environment.
     os.environ.clear()
-    # numpy's libraries start a thread for each core, and crash where they may not.
+    # numpy's libraries start a thread for each core, and crash if they are not allowed to.
     os.environ.update({f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")})
     sys.path += job["site"]
     sys.argv = ["solution.py"]
@@ -414,9 +449,10 @@ def _main(fd: int) -> None:
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)
-    # Our own code, which has the connection.
+    # The code of this job is cells.py, which is ours, so it gets the connection.
     if job["mode"] == "cells":
         _run_module("cells", job["code"])["run_cells"](read, write)
+    # The code of a program does not get it.
     lines.close()
     connection.close()
     _run_module("__main__", job["code"])

@@ -1,25 +1,26 @@
 """This module runs model-written Python in a limited process (jail.py) and judges it by given
 tests.
 
-A `Jail` is one such process over one piece of code. A `Session` is a jail whose interpreter
+A `Jail` is one such process that runs one piece of code. A `Session` is a jail whose interpreter
 (cells.py) is kept for several pieces of code. The functions `passes_program_test` and
-`passes_statements` give verdicts. The basis of a verdict depends on the kind of test:
+`passes_statements` give verdicts. How a test is judged depends on its kind:
 
-- {"input": text, "output": text}: each test has a process of its own. The expected output never
-  enters the process: what the code printed is compared here.
-- `assert EXPRESSION == LITERAL` (either way round; for True or False, the expression must call a
-  function of the code): only the expression enters the process, its value comes out as plain data
-  and is compared here. An object that claims to equal everything, a patched builtin, a printed
-  success or an early exit gain nothing.
-- Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside, by the
-  interpreter in which the code has run. The statement arrives after the code has run, together
-  with a secret that comes back if nothing was raised, and with Python's own builtins. Code that
-  returns objects with forged comparisons, patches a library that the test uses, or digs the secret
-  out of the interpreter's frames can still cheat: where that matters, write the first two kinds.
+- {"input": text, "output": text}: each test runs in its own process. The expected output never
+  enters the process; what the code printed is compared in the trainer's process.
+- `assert EXPRESSION == LITERAL` (either way round; if the literal is True or False, the expression
+  must call a function of the code): only the expression enters the process. Its value comes out as
+  plain data and is compared in the trainer's process. The code gains nothing by an object that
+  claims to equal everything, a patched builtin, a printed success or an early exit.
+- Any other statement (`assert abs(f(2) - 1.4) < 1e-3`, `check(f)`) is judged inside the jail, by
+  the interpreter that has run the code. The statement arrives only after the code has run, and
+  sees Python's original builtins. With it comes a secret, which is sent back if nothing was raised.
+  Code can still cheat if it returns objects with forged comparisons, patches a library that the
+  test uses, or digs the secret out of the interpreter's frames. Where that matters, write tests of
+  the first two kinds.
 
-A kept interpreter is no way out of the jail: the limits of the jail hold for all pieces of code
-together. Between two pieces the interpreter may hold on to memory, threads and CPU time, up to
-these limits. It may forge its own answers, which only the author of the code ever sees.
+Keeping an interpreter does not weaken the jail: its limits hold for all pieces of code together.
+Between two pieces the interpreter may keep memory and threads and use CPU time, up to these limits.
+The code may forge the interpreter's answers, but only the author of the code ever sees them.
 """
 
 from __future__ import annotations
@@ -53,9 +54,10 @@ import psutil  # type: ignore[import-untyped]
 
 from grpo_spmd.files import hold_standard_streams
 
-# Seconds for the interpreter and the walls to start, before the code's own time begins.
+# Seconds in which the interpreter must start and isolate itself, before the code's own time begins.
 _START_S = 20.0
 _MAX_ANSWER_BYTES = 4 << 20
+# The prefix of scratch folders.
 _SCRATCH = "grpo_code_"
 _AS = resource.RLIMIT_AS
 _JAIL = Path(__file__).with_name("jail.py")
@@ -63,35 +65,37 @@ _CELLS = Path(__file__).with_name("cells.py")
 
 
 class SandboxError(RuntimeError):
-    """The sandbox itself failed, and not the code in it, so there is no verdict."""
+    """Raised if the sandbox itself failed, rather than the code in it, so there is no verdict."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one limited process."""
+    """The limits of one `Jail`."""
 
     time_s: float
-    """Seconds of wall time and of CPU time; the start of the process is not counted."""
+    """Seconds of wall time and of CPU time, not counting the start of the process."""
     memory_mib: int
     isolation: str
-    """"required" or "none"."""
+    """"required", or "none": only resource limits, no protection from the code."""
     tell_time: Callable[[float], Any] = lambda seconds: None
-    """Is called with the seconds that each process used of its time."""
+    """Called at the end of each process with the wall seconds that it took after its start."""
 
 
 @dataclass(frozen=True)
 class _Statement:
-    """One statement of a test, ready to be sent to the jail."""
+    """One statement of a test, as it is sent to the jail."""
 
     source: str
     expected: Any = None
+    # If True, `source` is an expression whose value is compared with `expected` in this process;
+    # else `source` is a statement that is judged in the jail.
     is_compared_here: bool = False
 
 
 def check_isolation() -> list[str]:
-    """Returns the names of the walls (isolation mechanisms) that this machine offers.
+    """Returns the names of the walls (isolation mechanisms) that work on this machine.
 
-    Raises SandboxError with the reason where they are not enough.
+    Raises SandboxError with the reason if they cannot isolate code.
     """
     with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
         if jail.output() != b"1\n":
@@ -102,7 +106,7 @@ def check_isolation() -> list[str]:
 def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) -> bool:
     """Returns True if the program ends with code 0 and prints `expected`.
 
-    The program reads `stdin`. White space at line ends does not count.
+    The program gets `stdin` as its standard input. White space at the ends of lines does not count.
     """
     with Jail(code, "program", limits, stdin) as jail:
         output = jail.output()
@@ -115,9 +119,11 @@ def passes_program_test(code: str, stdin: str, expected: str, limits: Limits) ->
 
 
 def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[bool]:
-    """Returns for each test whether all its statements hold after `code` has run.
+    """Returns for each test True if all its statements hold after `code` has run.
 
-    One process runs all tests, in order, within `limits`.
+    One process runs `code` and all tests, in order, within `limits`. If it ends early or its time
+    is up, the statements that it did not reach count as failed. Raises SandboxError for a test that
+    is not Python.
     """
     parsed = [_parse(test) for test in tests]
     flat = [
@@ -125,7 +131,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
         for test, statements in enumerate(parsed)
         for statement in statements
     ]
-    # How many statements of each test hold; those that are not reached do not.
+    # By index of a test: how many of its statements hold.
     num_held = Counter[int]()
     with Jail(code, "statements", limits, stdin="") as jail:
         # The secrets and expressions are sent only after the code has run, so that the code cannot
@@ -144,7 +150,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
             for number, (test, statement, secret) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
-                    # It ended, ran out of time, or forges answers.
+                    # The process ended, ran out of time, or sent a forged message.
                     break
                 if statement.is_compared_here:
                     holds = "value" in answer and _equals(answer["value"], statement.expected)
@@ -159,9 +165,10 @@ def each_within(
 ) -> list[float]:
     """Returns `function(argument)` for each argument, computed in a child process.
 
-    The value is 0.0 where the function raises, or takes more than `cpu_s` seconds of CPU time (wall
-    time would let a busy machine decide) or 1 GiB of memory. The kernel ends the child even in the
-    middle of C code; another child then continues with the next one.
+    The value is 0.0 for an argument for which the function raises, or takes more than 1 GiB of
+    memory or `cpu_s` seconds of CPU time (wall time would depend on how busy the machine is). The
+    kernel can end the child even in the middle of C code; another child then continues with the
+    next argument.
     """
     values: list[float] = []
     while len(values) < len(arguments):
@@ -170,7 +177,7 @@ def each_within(
             try:
                 hard = resource.getrlimit(_AS)[1]
                 max_bytes = psutil.Process().memory_info().vms + (1 << 30)
-                # An infinite hard limit is -1; modulo 2**64 it becomes the largest number.
+                # No hard limit is given as -1; modulo 2**64 that becomes the largest number.
                 resource.setrlimit(_AS, (min(max_bytes, hard % 2**64), hard))
                 signal.signal(signal.SIGPROF, signal.SIG_DFL)
                 for argument in arguments[len(values) :]:
@@ -182,25 +189,24 @@ def each_within(
         with open(read_fd, "rb") as pipe:
             values += [value for (value,) in struct.iter_unpack("d", pipe.read())]
         os.waitpid(pid, 0)
-        # The child was ended in the middle of the next one.
+        # The child ended at the next argument. (If it has done all, the last line cuts this value.)
         values += [0.0]
     return values[: len(arguments)]
 
 
 def _parse(test: str) -> list[_Statement]:
-    """Returns the statements of a test. Raises SandboxError for a test that is not Python or
-    empty."""
+    """Returns the statements of a test. Raises SandboxError if it is not Python, or has none."""
     try:
         body = ast.parse(test).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SandboxError(f"a test is not Python: {error}: {test[:200]!r}") from None
     if not body:
-        raise SandboxError(f"a test says nothing: {test[:200]!r}")
+        raise SandboxError(f"a test has no statement: {test[:200]!r}")
     return [_statement(node) for node in body]
 
 
 def _statement(node: ast.stmt) -> _Statement:
-    """Returns how a statement is judged: here by its value, or inside the jail."""
+    """Decides whether a statement is judged here, by the value of an expression, or in the jail."""
     test = node.test if isinstance(node, ast.Assert) else None
     sides: list[ast.expr] = []
     if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
@@ -210,28 +216,32 @@ def _statement(node: ast.stmt) -> _Statement:
             expected = ast.literal_eval(literal)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
-        # "(abs(f(2) - 1.4) < 1e-3) == True": True is easily guessed, and abs may be the code's; not
-        # so f's own answer.
+        # A bool is compared here only if a function of the code returns it, as in "f(2) == True".
+        # In "(abs(f(2) - 1.4) < 1e-3) == True" the code could replace abs so that this is True.
         call = expression.func if isinstance(expression, ast.Call) else None
-        is_own = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
-        if not isinstance(expected, complex) and (is_own or not isinstance(expected, bool)):
+        calls_code = isinstance(call, ast.Name) and not hasattr(builtins, call.id)
+        if not isinstance(expected, complex) and (calls_code or not isinstance(expected, bool)):
             return _Statement(ast.unparse(expression), expected, is_compared_here=True)
     return _Statement(ast.unparse(node))
 
 
 def _equals(encoded: Any, expected: Any) -> bool:
+    """Returns True if a value that the jail sent (jail.encode_value) equals the expected one."""
     try:
-        # A long answer is refused: its keys may all have the same hash, which takes long.
+        # Refuse a value that is much longer than expected: a dict of many keys with the same hash
+        # would take very long to build.
         is_long = len(json.dumps(encoded)) > 1000 + 40 * len(repr(expected))
         return not is_long and bool(_decode(encoded) == expected)
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
-        # Nothing that encode_value would write.
+        # encode_value does not write this, so the code has forged it.
         return False
 
 
 def _decode(encoded: Any) -> Any:
-    """Returns the value that jail.encode_value wrote. Only plain types come out, whoever wrote the
-    text."""
+    """Returns the value that jail.encode_value encoded.
+
+    It has plain types only, even if the code has forged the message.
+    """
     if encoded is None or isinstance(encoded, bool | str):
         return encoded
     tag, content = encoded
@@ -254,16 +264,22 @@ def _lines(text: str) -> list[str]:
 
 
 class Jail(AbstractContextManager["Jail"]):
-    """One limited process that runs one piece of code; it is killed at the end of the block at the
-    latest."""
+    """A limited process that runs one piece of code. Leaving its `with` block kills the process."""
 
     def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
-        # A killed trainer cannot remove its scratch folders, so the next process does.
+        """Starts the process and waits until it has isolated itself.
+
+        `mode` says what the process does with `code`: "program" runs it as a script, "statements"
+        runs tests after it (passes_statements), "cells" is for `Session`. Raises SandboxError if
+        the process cannot isolate itself.
+        """
+        # Remove the scratch folders of trainers that were killed before they could do so.
         _remove_left_behind()
-        # Popen replaces descriptors 0 to 2 in the child: the child's end must not be one of them.
+        # Popen replaces descriptors 0 to 2 in the child, so the child's end of the socket must not
+        # get one of these numbers.
         hold_standard_streams()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
-        # The lock says that a living process will remove the folder.
+        # The lock tells other processes that this one is alive and will remove the folder.
         self._lock = os.open(self._scratch, os.O_RDONLY)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
@@ -271,9 +287,9 @@ class Jail(AbstractContextManager["Jail"]):
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdin.write(stdin.encode(errors="surrogatepass"))
         self._stdin.seek(0)
-        self._connection, theirs = socket.socketpair()
-        with theirs:
-            fd = theirs.fileno()
+        self._connection, child_end = socket.socketpair()
+        with child_end:
+            fd = child_end.fileno()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-X", "utf8", str(_JAIL), str(fd)],
                 stdin=self._stdin,
@@ -286,8 +302,8 @@ class Jail(AbstractContextManager["Jail"]):
             )
         try:
             self._tell_time, self._began = limits.tell_time, time.monotonic()
-            # The first deadline covers the start alone. The code's own clock begins below, when the
-            # walls stand.
+            # This first deadline is for the start only. The code's own time begins below, after the
+            # process has isolated itself.
             self._deadline = self._began + _START_S
             self.write(
                 {
@@ -301,7 +317,7 @@ class Jail(AbstractContextManager["Jail"]):
                     "cpu_s": int(limits.time_s) + 1,
                 }
             )
-            # No code has run yet: this is our own message.
+            # The code has not run yet, so this message comes from jail.py and can be trusted.
             answer = self.read() or {"refused": "its process did not start"}
             if "refused" in answer:
                 raise SandboxError(
@@ -316,11 +332,12 @@ class Jail(AbstractContextManager["Jail"]):
             raise
 
     def __exit__(self, *_: object) -> None:
+        """Kills the process and its group, and removes the scratch folder."""
         self._tell_time(time.monotonic() - self._began)
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
-            # The group has ended, or its leader is gone.
+            # The process group has ended, or has no leader any more.
             self._process.kill()
         self._process.wait()
         for file in (self._connection, self._stdin, self._stdout):
@@ -332,22 +349,25 @@ class Jail(AbstractContextManager["Jail"]):
         return max(self._deadline - time.monotonic(), 0.001)
 
     def write(self, message: Any) -> None:
-        # An OSError means that the process has ended; the next read reports it as None.
+        """Sends a message, a JSON value, to the process."""
+        # An OSError means that the process has ended; the next read then returns None.
         with suppress(OSError):
             self._connection.settimeout(self._remaining_s())
             self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def read(self) -> Any:
-        """Returns the next message, or None if none came in time, or if it is too long or not
-        JSON."""
+        """Returns the next message of the process.
+
+        Returns None if none came in time, or if it is too long or not JSON.
+        """
         while b"\n" not in self._buffer:
             try:
                 self._connection.settimeout(self._remaining_s())
                 chunk = self._connection.recv(1 << 16)
             except OSError:
                 return None
-            # The bound is on all bytes received, so that code cannot fill the trainer's memory line
-            # by line.
+            # The limit is for the sum of all messages, so that the code cannot fill the trainer's
+            # memory with many short ones.
             self._received += len(chunk)
             if not chunk or self._received > _MAX_ANSWER_BYTES:
                 return None
@@ -361,7 +381,7 @@ class Jail(AbstractContextManager["Jail"]):
     def output(self) -> bytes | None:
         """Waits for the end of the process and returns what it printed.
 
-        Returns None if the process did not end with code 0 in time.
+        Returns None if the process did not end in time with exit code 0.
         """
         try:
             code = self._process.wait(self._remaining_s())
@@ -374,8 +394,8 @@ class Jail(AbstractContextManager["Jail"]):
 def _remove(scratch: str | Path) -> None:
     """Removes a scratch folder.
 
-    Without namespaces the code may leave folders that are too deep for Python, unreadable, or very
-    many. Then a shell removes them, and no verdict waits longer than a second for that.
+    Code that is not isolated may leave folders that are nested too deeply for Python, unreadable,
+    or very many. A shell then removes them, and no verdict waits longer than a second for it.
     """
     with suppress(RecursionError):
         shutil.rmtree(scratch, ignore_errors=True)
@@ -389,12 +409,12 @@ def _remove(scratch: str | Path) -> None:
 def _remove_left_behind() -> None:
     """Removes scratch folders of processes that were killed before they could remove them.
 
-    No living process holds the locks of these folders.
+    These are the folders whose lock no living process holds.
     """
     for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        # The folder may be another user's, or just removed.
+        # The folder may belong to another user, or may have been removed just now.
         with suppress(OSError):
-            # A folder this young may not be locked yet by its owner.
+            # The owner of so new a folder may not have locked it yet.
             if folder.lstat().st_mtime > time.time() - 5.0:
                 continue
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -405,14 +425,14 @@ def _remove_left_behind() -> None:
 
 
 def _site() -> list[str]:
-    """Returns the folders of installed packages: code may use numpy if the trainer has it."""
+    """Returns the folders of installed packages, so that code may import what the trainer has."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
 def _readable() -> list[str]:
-    """Returns the paths that code must read in order to run at all.
+    """Returns the paths that Python must be able to read in order to run code.
 
-    These are Python's library, installed packages and the system's libraries.
+    These are its standard library, installed packages and the system's libraries.
     """
     library = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib")]
     system = ["/lib", "/lib64", "/usr/lib", "/usr/lib64", "/etc/ld.so.cache"]
@@ -420,7 +440,7 @@ def _readable() -> list[str]:
 
 
 class _CellAnswer(msgspec.Struct):
-    """The answer of cells.run_cells, or of code that forges it."""
+    """The message that cells.run_cells sends after a piece of code. The code may have forged it."""
 
     number: int
     printed: str
@@ -429,10 +449,10 @@ class _CellAnswer(msgspec.Struct):
 
 
 class Session(Jail):
-    """One interpreter in the jail that is kept for several pieces of model-written code.
+    """A jail whose interpreter is kept for several pieces of model-written code.
 
-    `limits.time_s` is the CPU time of all pieces together. Raises SandboxError where code cannot be
-    isolated.
+    `limits.time_s` bounds the CPU time of all pieces together. Raises SandboxError if code cannot
+    be isolated on this machine.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -440,16 +460,17 @@ class Session(Jail):
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:
-        """Runs `code` and returns what it printed and its error, at most about `max_chars`
-        characters.
+        """Runs `code` and returns what it printed and the traceback of its error.
 
-        A note says how many characters were cut. Returns None if the code ended the interpreter or
-        took more than `time_s` seconds: then there is no interpreter to go on with.
+        At most `max_chars` characters of the output are kept, with a note of how many were cut, and
+        about half as many of the traceback. Returns None if the code ended the interpreter or took
+        more than `time_s` seconds: the session is then of no further use.
         """
         self._deadline, self._received = time.monotonic() + time_s, 0
         self._number += 1
         self.write({"code": code, "number": self._number, "limit": max_chars})
-        # The number tells this call's answer from an answer that earlier code forged in advance.
+        # By the number, an answer that earlier code has forged in advance is not taken for the
+        # answer to this call.
         try:
             answer = msgspec.convert(self.read(), _CellAnswer)
         except ValueError:
