@@ -448,6 +448,8 @@ class ChatFormat:
         """
         kind: Kind = "tool" if new_messages[0]["role"] == "tool" else "user"
         rule = self._rule(kind, tools)
+        # New messages are appended if the template changes nothing in earlier turns. If it only
+        # strips their thinking, `history: append` keeps the thinking.
         if (
             isinstance(rule, _HistoryRule)
             and rule.may_append

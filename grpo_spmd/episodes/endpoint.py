@@ -134,6 +134,7 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        """Returns the answer to a request that aiohttp could not read or handle."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
         # aiohttp would log a traceback for each malformed request, and any process can send those.
@@ -271,6 +272,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     # The methods below run in the server's own thread.
 
     async def _serve(self) -> None:
+        """Runs the server until `__exit__` stops it."""
         # With handler_cancellation aiohttp (3.14) cancels a handler as soon as its client leaves.
         server = web.Server(self._handle, handler_cancellation=True)
         # Compressed bodies are not decompressed, so they cannot fill the memory; they are refused
@@ -317,6 +319,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return True
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
+        """Answers one request. aiohttp calls this as soon as the request's head was read."""
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.deadline.cancel()
@@ -372,7 +375,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 "a body must come with its Content-Length, and not in chunks",
             )
         if (request.content_length or 0) > _MAX_BODY_BYTES:
-            raise ApiError(413, "body_too_large", f"the most bytes of a body: {_MAX_BODY_BYTES}")
+            raise ApiError(413, "body_too_large", f"a body has at most {_MAX_BODY_BYTES} bytes")
         return session
 
     async def _read_body(self, request: web.BaseRequest, body: bytearray) -> None:

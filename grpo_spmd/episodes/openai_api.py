@@ -120,6 +120,8 @@ _Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 
 
 class _Body(msgspec.Struct, kw_only=True):
+    """The options of a chat completion request that are honoured."""
+
     model: Any = MODEL
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     tools: Annotated[list[_Tool], msgspec.Meta(max_length=128)] = []

@@ -89,7 +89,7 @@ class _Call:
     """What of the user's code is running, such as "reset()" or "tool 'add'", for reports."""
     start: float = field(default_factory=time.monotonic)
     is_debugged: bool = False
-    """True while a person is at a breakpoint: then the call has no deadline."""
+    """True after the call has reached a breakpoint: from then on it has no deadline."""
 
 
 class EnvironmentPool(ProcessPool):
@@ -419,19 +419,25 @@ _Reward = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 
 class _ActValues(msgspec.Struct):
+    """The environment's answer to one turn of the policy."""
+
     messages: list[Message]
     reward: _Reward | None
     done: bool
     num_calls: _Count
     num_invalid: _Count
+    """The calls of an unknown tool, or with arguments that do not fit the tool."""
     num_errors: _Count = 0
+    """The calls in which the tool raised."""
     first_error: str = ""
     too_long: int | None = None
+    """The number of characters of messages that were too long to be sent."""
 
 
 class _EndValues(msgspec.Struct):
     rewards: dict[str, _Reward | str | None]
     lost: str = ""
+    """A warning that what a reward function logs is lost."""
 
 
 _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}
