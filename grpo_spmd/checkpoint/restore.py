@@ -187,13 +187,13 @@ def load_state(
     trainer: dict[str, Any],
     critic: TrainedSignal | None = None,
 ) -> None:
-    """Collective. Fills this rank's shards of policy, optimizer and critic from a verified
-    checkpoint.
+    """Fills this rank's shards of policy, optimizer and critic from a verified checkpoint.
 
-    The checkpoint may have been written by any world size and mesh. From `trainer`, its
-    trainer.json, the counts of updates and the schedules are restored. Raises ConfigError if the
-    checkpoint's tensors do not have the names and shapes of these models' tensors, or if a `critic`
-    is given and the checkpoint has none.
+    Every rank calls this and reads its own rows, without communication. The checkpoint may have
+    been written by any world size and mesh. From `trainer`, its trainer.json, the counts of updates
+    and the schedules are restored. Raises ConfigError if the checkpoint's tensors do not have the
+    names and shapes of these models' tensors, or if a `critic` is given and the checkpoint has
+    none.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata

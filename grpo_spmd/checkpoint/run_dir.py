@@ -53,7 +53,7 @@ class Start:
     """True if this launch continues the run that is in its folder, if there is one; False if it
     begins a new run."""
     is_over: bool = False
-    """True if the run in the folder has finished all its steps."""
+    """True if the run in the folder has finished all its steps and its last evaluation."""
 
     @property
     def position(self) -> int:

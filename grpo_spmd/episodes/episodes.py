@@ -77,7 +77,7 @@ class Episodes:
     evaluation: EvalConfig | None
     """The settings of an evaluation; None for rollouts."""
     discount: float | None
-    """The discount of a turn in the reward of a gym episode; None means a plain sum."""
+    """The discount per turn in the reward of a gym episode; None means a plain sum."""
     finished: OnCompletion | None = None
     """Called with each completion as soon as its episode is finished."""
     completions: dict[ConversationId, Completion] = field(default_factory=dict)
