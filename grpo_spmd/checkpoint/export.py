@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a folder that transformers, peft and vLLM load.
+"""This module exports a checkpoint as a folder that transformers, peft and vLLM can load.
 
 One process without a GPU does it, however many ranks saved the checkpoint. It needs memory for one
 output file: about 2 GiB, or the largest tensor, or all adapters. A checkpoint with adapters (LoRA)
@@ -38,21 +38,22 @@ if TYPE_CHECKING:
     from grpo_spmd.model.families.stored import SavedTensor
 
 
-# The bytes of an output file, and of the rows that are read at a time.
+# The most bytes of an output file (unless a single tensor has more), and of rows read at a time.
 FILE_BYTES = 2 << 30
 READ_BYTES = 16 << 20
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+# The fields of adapter_config.json that a merge needs, with their types.
 _ADAPTER = {
     "r": Annotated[int, msgspec.Meta(ge=1, le=2**20)],
     "lora_alpha": Annotated[float, msgspec.Meta(gt=0, lt=1e9)],
 }
-# Ways of adapters that `export_merged` does not compute.
+# Options of adapter_config.json that change how adapters are computed. A merge refuses them.
 _ADAPTER_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Locates consecutive rows of a tensor in one shard file."""
+    """The place of consecutive rows of a tensor: all that one shard file has of it."""
 
     file: Path
     first_row: int
@@ -61,15 +62,13 @@ class _Piece:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Locates a float32 tensor of a checkpoint.
-
-    `pieces` are the tensor's blocks of rows, in the order of rows and without a gap.
-    """
+    """The place of a float32 tensor in the shard files of a checkpoint."""
 
     name: str
     """The name in the files, such as "policy.model.norm.weight"."""
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
+    """The blocks of the tensor's rows, in the order of rows and without a gap."""
 
     def read(self, dtype: str) -> Tensor:
         """Returns the whole tensor as `dtype`, rounded to nearest even."""
@@ -82,10 +81,12 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class _StoredRows:
-    """Locates the rows of a checkpoint's tensor that are a tensor of their own in HF's format."""
+    """Those rows of a checkpoint's tensor that form a tensor of their own in HF's format, such as
+    the matrix of one expert."""
 
     tensor: StoredTensor
     saved: SavedTensor
+    """Which rows they are, and the shape of their own tensor."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -96,10 +97,12 @@ class _StoredRows:
         from grpo_spmd.model.families.stored import SavedTensor, read_rows
 
         result = _empty_tensor(self.shape, dtype)
+        # SavedTensor counts all dimensions but the last as rows: each index of the first dimension
+        # has `height` of these rows.
         name, height = self.tensor.name, math.prod(self.tensor.shape[1:-1])
         rows = result.view(-1, self.tensor.shape[-1])
         for piece in self.tensor.pieces:
-            # A piece of the checkpoint has some of the parameter's rows too.
+            # A piece, too, can be described as a tensor on disk with some of the parameter's rows.
             stored = SavedTensor(name, piece.first_row * height, piece.shape)
             files, folder = {name: piece.file}, piece.file.parent
             read_rows(stored, files, folder, rows=rows, start=self.saved.start)
@@ -109,9 +112,11 @@ class _StoredRows:
 def _saved_tensors(
     tensors: Mapping[str, StoredTensor], folder: Path
 ) -> dict[str, StoredTensor | _StoredRows]:
-    """Returns the tensors under the names of HF's format, in which each expert has its own.
+    """Returns the tensors by their names in HF's format, in which each expert has tensors of its
+    own.
 
-    `folder` has the model's config.json."""
+    `folder` has the model's config.json.
+    """
     if all(len(tensor.shape) < 3 for tensor in tensors.values()):
         return dict(tensors)
     from grpo_spmd.model.families.stored import build_on_meta, saved_layout
@@ -127,7 +132,7 @@ def _saved_tensors(
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
-    """Returns a tensor on the CPU without values; `dtype` is "float32" or "bfloat16"."""
+    """Returns an uninitialized tensor on the CPU; `dtype` is "float32" or "bfloat16"."""
     import torch
 
     return torch.empty(shape, dtype={"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
@@ -138,7 +143,8 @@ def _read_rows(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
     row = 0
     num_rows = 1
     while row < num_rows:
-        # Opened each time: pages of a mapping count as resident memory until it is closed.
+        # The file is opened each time, since the pages that were read from a mapped file count as
+        # resident memory until it is closed.
         with safe_open(path, framework="pt") as file:
             tensor = file.get_slice(name)
             num_rows, *columns = tensor.get_shape()
@@ -152,9 +158,9 @@ def stored_tensors(
 ) -> dict[str, StoredTensor]:
     """Returns the tensors whose names begin with `prefix`, by the rest of their names.
 
-    Reads no values. `trainer` is the checkpoint's trainer.json, which tells over how many ranks the
-    rows were dealt. Raises CheckpointError if a shard is missing or unreadable, or rows are missing
-    or doubled.
+    No values are read. `trainer` is the checkpoint's trainer.json, which tells over how many ranks
+    the rows were distributed. Raises CheckpointError if a shard is missing or unreadable, or if
+    rows are missing or doubled.
     """
     pieces: dict[str, list[_Piece]] = {}
     for path in sorted((checkpoint / "state").glob("shard_*.safetensors")):
@@ -188,7 +194,11 @@ def stored_tensors(
 def _join_pieces(
     name: str, unordered: list[_Piece], checkpoint: Path, num_ranks: int
 ) -> StoredTensor:
-    """Returns the tensor of these pieces. Raises CheckpointError if rows are missing or doubled."""
+    """Returns the tensor that these pieces form, in any order.
+
+    `num_ranks` is the number of ranks over which FSDP distributed the rows. Raises CheckpointError
+    if rows are missing or doubled.
+    """
     pieces = sorted((p for p in unordered if p.shape[0]), key=lambda piece: piece.first_row)
     num_rows = 0
     for piece in pieces:
@@ -199,7 +209,7 @@ def _join_pieces(
             )
         num_rows += piece.shape[0]
     # FSDP gives ceil(rows / ranks) rows to each rank, and fewer or none to the last ranks. So the
-    # size of the first block tells whether blocks are missing at the end.
+    # size of the first block shows whether blocks are missing at the end.
     if not pieces or -(-num_rows // num_ranks) != pieces[0].shape[0]:
         raise CheckpointError(
             f"{checkpoint}: the last rows of {name} are missing: "
@@ -211,22 +221,24 @@ def _join_pieces(
 def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> None:
     """Writes the weights of `checkpoint` to `out` in HF's format, or its adapters in peft's.
 
-    Config and tokenizer are written too. The checkpoint needs no manifest yet, and any thread may
-    call this. Afterwards `out` is complete, or absent after an error. `out` may be `checkpoint`
-    itself while it is being made: then all files are put into it, or none. `dtype` is "float32",
+    Config and tokenizer are written too. Afterwards `out` is complete, or absent after an error.
+    While a checkpoint is being made, `out` may be `checkpoint` itself, which needs no manifest yet:
+    then all files are put into it, or none. Any thread may call this. `dtype` is "float32",
     "bfloat16", or None for the dtype in which the run's engine computed; adapters are always
-    float32. No tensor is split, however large it is. Raises
-    ConfigError (`out` is taken, `dtype` does not go with adapters, or a file is a link),
-    CheckpointError (damaged), and OSError or SafetensorError if nothing can be written.
+    float32. No tensor is split into two files, however large it is.
+
+    Raises ConfigError if `out` is taken or `dtype` does not fit adapters, UntrustedError if a file
+    is a link, CheckpointError if the checkpoint is damaged, and OSError or SafetensorError if
+    nothing can be written.
     """
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype"))
-    # raises for links, which may lead to private files, and for fifos and devices without an end
+    # Raises for links, which may lead to private files, and for fifos and devices without an end.
     regular_files(checkpoint)
     tensors = stored_tensors(checkpoint, trainer)
     is_lora = (checkpoint / "model" / "adapter_config.json").is_file()
     if is_lora and dtype not in (None, "float32"):
         raise ConfigError(
-            f"--dtype {dtype}: {checkpoint} holds adapters, which are float32 always; leave it out"
+            f"--dtype {dtype}: {checkpoint} holds adapters, which are always float32; leave it out"
         )
     with complete_or_absent(out, into_existing=out == checkpoint) as folder:
         shutil.copytree(checkpoint / "model", folder, dirs_exist_ok=True)
@@ -245,7 +257,10 @@ def save_model(
     folder: Path,
     dtype: str,
 ) -> None:
-    """Writes the tensors to `folder`, file by file, and the dtype into its config.json."""
+    """Writes the tensors to `folder` as safetensors files, and the dtype into its config.json.
+
+    There is one file, or several of at most FILE_BYTES with an index.
+    """
     config = read_json(folder / "config.json")
     config.pop("torch_dtype", None)
     (folder / "config.json").write_text(
@@ -272,22 +287,24 @@ def save_model(
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    """Writes one safetensors file."""
     from safetensors.torch import save_file
 
-    # The mode that the umask gives, as all other files have it: save_file's is 0600.
+    # The file gets the mode that the umask gives, as all other files; save_file would make it 0600.
     path.touch()
     mode = path.stat().st_mode
-    # transformers refuses a file without this metadata
+    # transformers refuses a file without this metadata.
     save_file(tensors, path, metadata={"format": "pt"})
     path.chmod(mode)
 
 
 @contextmanager
 def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
-    """Yields a new folder for the caller's files, which becomes `out` when the block ends.
+    """Yields a new folder for the caller's files, which is renamed to `out` when the block ends.
 
-    With `into_existing` its files are moved into `out`, which is there already. If the block fails,
-    the folder is removed. Raises ConfigError if `out` is taken or another export is under way.
+    With `into_existing` its files are moved into `out`, which exists already. If the block fails,
+    the new folder is removed. Raises ConfigError if `out` is taken, or if another export is under
+    way.
     """
     temporary = out / "export.tmp" if into_existing else out.with_name(out.name + ".tmp")
     if not into_existing and out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -315,19 +332,20 @@ def complete_or_absent(out: Path, *, into_existing: bool) -> Iterator[Path]:
         else:
             temporary.rename(out)
             sync_path(out.parent)
-    except BaseException:  # half an export would only keep a full disk full
+    except BaseException:  # an incomplete export would only keep a full disk full
         shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """Describes W + scale * B A for a tensor W of the base model.
+    """A tensor of the merged model: W + scale * B A, for a tensor W of the base model.
 
-    `adapter` is (A, B); if it is None, the tensor is W itself.
+    `adapter` is (A, B). If it is None, the tensor is W itself.
     """
 
     file: Path
+    """The file and the name under which W is stored."""
     name: str
     shape: tuple[int, ...]
     adapter: tuple[StoredTensor, StoredTensor] | None
@@ -357,7 +375,7 @@ def export_merged(
 
     `base` is the folder of the base model; None means the folder or the hub id that the run used.
     `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
-    has no adapters, or the base model cannot be found or is another model.
+    has no adapters, or if the base model cannot be found or is not the model that the run used.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -365,7 +383,7 @@ def export_merged(
     from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
-    # raises if a link leads out of the folder
+    # Raises for links, which may lead out of the folder.
     regular_files(checkpoint)
     adapter_config = checkpoint / "model" / "adapter_config.json"
     if not adapter_config.is_file():
@@ -377,7 +395,7 @@ def export_merged(
         folder = checkpoint_folder(path)
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
-            f"--merge: the base model {path} is not to be found (it is no folder here, "
+            f"--merge: the base model {path} cannot be found (it is no folder here, "
             f"and the hub gives none: {type(error).__name__}); name it with --base"
         ) from None
     fingerprint = trainer.get("model_fingerprint")
@@ -404,10 +422,10 @@ def export_merged(
 
 
 def copy_companions(model: Path, folder: Path) -> None:
-    """Copies the files of a model that are not weights: config, tokenizer, templates."""
+    """Copies a model's files other than weights (config, tokenizer, templates) to `folder`."""
     for path in model.iterdir():
-        # The model's folder may be another run's checkpoint, whose manifest.json and trainer.json
-        # must not be taken for this one's.
+        # The model's folder may be another run's checkpoint. Its manifest.json and trainer.json
+        # would be taken for those of the new folder.
         is_state = path.name.endswith((".index.json", "manifest.json", "trainer.json"))
         is_companion = path.suffix in (".json", ".txt", ".model", ".jinja") and not is_state
         if path.is_file() and is_companion:
@@ -421,10 +439,11 @@ def _merged_tensors(
     scale: float,
     checkpoint: Path,
 ) -> dict[str, _Merged]:
-    """Returns the tensors of the merged model by the names of the policy's parameters.
+    """Returns the tensors of the merged model by the names that they have in the base model's
+    `files`.
 
-    A tied lm_head is there once. Raises ConfigError if the base model lacks a tensor, and
-    CheckpointError if an adapter belongs to no parameter or has another shape.
+    A tied lm_head is there only once. Raises ConfigError if the base model lacks a tensor, and
+    CheckpointError if an adapter belongs to no parameter or does not have the shape for it.
     """
     from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
 
@@ -437,6 +456,7 @@ def _merged_tensors(
         a = adapters.get(f"{layer}lora_A.weight")
         b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
+        # The parameter is stored in tensors of other names.
         if a is None and name in layout:
             for saved in layout[name]:
                 tensors[saved.name] = _Merged(
@@ -445,7 +465,7 @@ def _merged_tensors(
             continue
         if name not in files:
             raise ConfigError(f"--merge: {folder} has no tensor {name}")
-        # W is [out, in], A is [rank, in], B is [out, rank]
+        # W is [out, in], A is [rank, in], B is [out, rank].
         pair = None
         if a is not None and b is not None:
             pair = (a, b)

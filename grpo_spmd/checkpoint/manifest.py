@@ -1,4 +1,4 @@
-"""Defines the format of a checkpoint's folder, and verifies that a folder is whole.
+"""This module defines the format of a checkpoint's folder, and verifies that it is complete.
 
 manifest.json has the size and the SHA-256 of every other file, so a file that was cut short, has a
 flipped bit, is missing or was added is detected. Only files and JSON are read: no torch, no pickle.
@@ -23,31 +23,32 @@ from typing import Any
 from grpo_spmd import files
 from grpo_spmd.files import MANIFEST, ManifestFile, UntrustedError, check_fields, regular_files
 
-# The fields of trainer.json that a run needs to go on.
+# The fields of trainer.json that a run needs to continue from the checkpoint.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
             "model_fingerprint", "data_fingerprint")  # fmt: skip
-# The format of checkpoints. A higher one was written by a later grpo_spmd and is refused.
+# The format of checkpoints. A higher number is that of a later grpo_spmd, and is refused.
 FORMAT = 1
+# More updates in a step than any run makes; a checkpoint with more is damaged.
 _MAX_UPDATES_A_STEP = 2**20
 
 
 class CheckpointError(RuntimeError):
-    """Says in one line which checkpoint cannot be used, and why."""
+    """The error about a checkpoint that cannot be used; its message says why, in one line."""
 
 
 class NewerFormatError(CheckpointError):
-    """Says that a later version wrote the checkpoint.
+    """The error about a checkpoint that a later version of grpo_spmd wrote.
 
-    Such a checkpoint is not damaged. An older one must not be used in its place, since the steps in
-    between would be lost.
+    Such a checkpoint is not damaged. An older one must not be used in its place, since the steps
+    between them would be lost.
     """
 
 
 def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
-    """Returns {relative file name: {"bytes": size, "sha256": digest}}.
+    """Returns the manifest: {relative file name: {"bytes": size, "sha256": digest}}.
 
-    Raises CheckpointError if the manifest is missing, damaged or newer (NewerFormatError), or names
-    other files than the folder has.
+    Raises CheckpointError if the manifest is missing or damaged, is of a newer format
+    (NewerFormatError), or names other files than the folder has.
     """
     manifest = _read_json(checkpoint, "manifest.json")
     try:
@@ -59,7 +60,7 @@ def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
     for name in sorted(files.keys() ^ present):
         problem = "is missing" if name in files else "is not in manifest.json"
         raise CheckpointError(f"{checkpoint}: {name} {problem}")
-    # torch's reader takes every file in state/ for a shard
+    # torch's reader would read any other file in state/ as a shard, too.
     for name in files:
         if name.startswith("state/") and not re.fullmatch(r"state/shard_\d{5,}\.safetensors", name):
             raise CheckpointError(f"{checkpoint}: {name} is not the name of a shard")
@@ -69,7 +70,8 @@ def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
 def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
     """Returns trainer.json with all fields checked; it must have the fields in `needed`.
 
-    Raises CheckpointError if it has not, or is damaged or of another step than the folder.
+    Raises CheckpointError if one is missing, if a field is damaged, or if the folder's name has
+    another step.
     """
     trainer = _read_json(checkpoint, "trainer.json")
     key = f"{checkpoint}: trainer.json is damaged"
@@ -79,27 +81,28 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
         raise CheckpointError(str(error)) from None
     replicas = trainer.get("config", {}).get("model.num_replicas", 1)
     if type(replicas) is not int or not 1 <= replicas <= trainer.get("world_size", 1):
-        raise CheckpointError(f"{key}: model.num_replicas is {replicas!r}, which no run had")
-    # so that the counts of later steps stay within the bounds of numbers, too
+        raise CheckpointError(f"{key}: model.num_replicas is {replicas!r}, which no run can have")
+    # With this bound the counts of later steps cannot become too large for JSON, either.
     for counts in (trainer, trainer.get("critic") or {}):
         if counts.get("num_updates", 0) > trainer["step"] * _MAX_UPDATES_A_STEP:
             raise CheckpointError(
                 f"{key}: {counts['num_updates']} updates in {trainer['step']} steps, which no run "
                 "makes"
             )
-    # a folder that somebody renamed would give the run another step
+    # A folder that was renamed would make the run continue at another step.
     named = re.fullmatch(r"step_(\d{6,18})", checkpoint.name)
     if named and int(named[1]) != trainer["step"]:
         raise CheckpointError(
-            f"{key}: it is of step {trainer['step']}, and the folder of {int(named[1])}"
+            f"{key}: its step is {trainer['step']}, and that of the folder is {int(named[1])}"
         )
     return trainer
 
 
 def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
-    """Returns the JSON object in a checkpoint's file whose format this version can read.
+    """Returns the JSON object in one of a checkpoint's files, which has a format number.
 
-    Raises CheckpointError for anything else.
+    Raises CheckpointError if it is missing or damaged, and NewerFormatError if this version does
+    not know the format.
     """
     try:
         value = files.read_json(checkpoint / name)
@@ -118,15 +121,15 @@ def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
 
 
 def verify_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> None:
-    """Compares the folder with its manifest. Raises CheckpointError if they differ.
+    """Compares the files of a checkpoint with its manifest. Raises CheckpointError if they differ.
 
-    Every rank compares the names of all files. Sizes and SHA-256 are compared for the files number
-    `rank`, `rank + num_ranks`, and so on, so that the ranks share the reading.
+    The ranks share the reading: every rank compares the names of all files, but sizes and SHA-256
+    only of the files number `rank`, `rank + num_ranks`, and so on.
     """
     files = read_manifest(checkpoint)
     for name in sorted(files)[rank::num_ranks]:
         try:
-            # the size first: a file that was cut short need not be read
+            # The size is compared first, so that a file that was cut short need not be read.
             size = (checkpoint / name).lstat().st_size
             if size != files[name]["bytes"]:
                 raise CheckpointError(
@@ -148,9 +151,9 @@ def verify_checkpoint(checkpoint: Path) -> None:
 
 
 def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
-    """Writes manifest.json for all files in `folder`.
+    """Writes manifest.json, with an entry for each file in `folder`.
 
-    `written` has the entries of files whose digest is known already, which are not read again.
+    `written` has the entries of files whose digest is known; these files are not read again.
     """
     files = dict(written)
     for path in sorted(folder.rglob("*")):

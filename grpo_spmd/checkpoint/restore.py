@@ -1,7 +1,7 @@
-"""Finds the newest good checkpoint of a run folder, and restores the training state from it.
+"""This module finds the newest good checkpoint of a run folder, and restores the training state.
 
-A checkpoint is good if every file is as its manifest says. The training state is policy, optimizer
-and critic.
+A checkpoint is good if its files match its manifest. The training state is that of the policy, the
+optimizer and the critic.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ def find_start(
     num_steps: int,
     has_closing_eval: bool,
 ) -> Start:
-    """Collective. Returns the run's start: the newest good checkpoint, or what `resume` names.
+    """Collective. Returns where the run starts: at its newest good checkpoint, or at the one that
+    `resume` names, or at step 0 if there is none.
 
     The result is the same on all ranks. Damaged checkpoints are skipped with a warning. `facts`
-    describe the run that starts. With `has_closing_eval` an evaluation with a metrics line of its
-    own follows the last of its `num_steps`. Raises ConfigError if the folder is in use; the named
-    checkpoint, or all, are damaged; one is of a later version; or it is of another model, data set
-    or seed.
+    describe the run that starts, which has `num_steps` steps. With `has_closing_eval` an evaluation
+    with a metrics line of its own follows the last step. Raises ConfigError if the folder is in
+    use; if the named checkpoint, or every checkpoint, is damaged; if a later version wrote it; or
+    if it is of another model, data set or seed.
     """
-    # Rank 0 decides: another rank may see the folder a moment later.
+    # Rank 0 lists the folder for all: on a shared disk other ranks may see another state of it.
     candidates = Candidates(
         *on_rank0(lambda _: find_candidates(run_dir, resume, session.is_restart), None)
     )
@@ -67,6 +68,7 @@ def find_start(
         return Start(goes_on=candidates.goes_on)
 
     def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
+        """Returns (trainer.json, whether the run is over); runs on rank 0."""
         trainer = read_trainer(folder)
         _check_facts(folder, trainer, facts)
         is_last = int(trainer["step"]) >= num_steps
@@ -77,6 +79,7 @@ def find_start(
                 num_steps,
             )
         metrics = run_dir / "metrics.jsonl"
+        # The run is over only if its last evaluation was written, too.
         has_all_lines = not has_closing_eval or ends_with_evaluation(metrics, num_steps)
         return trainer, candidates.goes_on and is_last and has_all_lines
 
@@ -91,13 +94,13 @@ def find_start(
 
 
 def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None:
-    """Raises ConfigError if another run wrote the checkpoint, and logs what has changed since.
+    """Raises ConfigError if another run wrote the checkpoint, and logs what has changed since then.
 
     Only rank 0 calls this.
     """
     changes = check_same_run(folder, trainer, facts.config)
     recorded = trainer.get("contents")
-    # a checkpoint without the digest of a thing cannot tell whether the thing was edited
+    # If the checkpoint has no digest of a file, it is not known whether the file was edited.
     changes += [
         f"{name} edited"
         for name, digest in facts.contents.items()
@@ -122,7 +125,7 @@ def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None
         _log.info("%s", new_schedule)
     if recorded is None:
         _log.info(
-            "%s does not record answers, reward files and tokenizer: edits of them are not seen",
+            "%s does not record answers, reward files and tokenizer: edits of them go unnoticed",
             folder,
         )
 
@@ -130,9 +133,9 @@ def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None
 def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
     """Collective. Returns the first candidate that is not damaged; None if there are no candidates.
 
-    Each rank reads a part of the files and compares their checksums. Raises ConfigError if all are
-    damaged, and where one of a later version comes before a good one: an older one must not take
-    its place.
+    Each rank reads a part of the files and compares their checksums. Raises ConfigError if all
+    candidates are damaged, or if a later version wrote one that comes before the first good one: an
+    older checkpoint must not be used in its place.
     """
     damages: list[str] = []
     for folder in map(Path, candidates.folders):
@@ -151,23 +154,23 @@ def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
 
 
 def _find_damage(folder: Path, session: Session) -> str | None:
-    """Collective. Returns in words what is wrong with a checkpoint; None if nothing is.
+    """Collective. Returns a text that says what is wrong with a checkpoint; None if it is good.
 
     Raises ConfigError if a later version wrote the checkpoint.
     """
-    # errors are kept, not raised: every rank must reach the collective below
+    # Errors are not raised here, because every rank must reach the collective below.
     result = (False, "")
     try:
         verify_files(folder, session.rank, session.world_size)
         trainer = read_trainer(folder, TO_GO_ON)
         if session.is_rank0:
-            # torch's reader would trust the rows that the shards claim to have
+            # Raises if rows are missing or doubled in the shards: torch's reader does not check it.
             stored_tensors(folder, trainer, prefix="")
     except (CheckpointError, OSError) as error:
         result = (isinstance(error, NewerFormatError), str(error))
 
     def choose(results: list[tuple[bool, str]]) -> str | None:
-        # a newer format first, then any damage
+        # A newer format on any rank counts more than damage on another.
         is_newer, damage = max(results)
         if is_newer:
             raise ConfigError(f"checkpoint.resume: {damage}")
@@ -184,11 +187,13 @@ def load_state(
     trainer: dict[str, Any],
     critic: TrainedSignal | None = None,
 ) -> None:
-    """Collective. Fills the shards of policy, optimizer and critic from a verified checkpoint.
+    """Fills this rank's shards of policy, optimizer and critic from a verified checkpoint.
 
-    The checkpoint may be of any world size and mesh. `trainer` is its trainer.json, which gives the
-    counts of updates and the schedules back. Raises ConfigError if its tensors do not have the
-    names and shapes of these models' tensors, or if it has no critic where one is given.
+    Every rank calls this and reads its own rows, without communication. The checkpoint may have
+    been written by any world size and mesh. From `trainer`, its trainer.json, the counts of updates
+    and the schedules are restored. Raises ConfigError if the checkpoint's tensors do not have the
+    names and shapes of these models' tensors, or if a `critic` is given and the checkpoint has
+    none.
     """
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
@@ -196,7 +201,8 @@ def load_state(
     models: list[tuple[str, dict[str, DTensor], PolicyUpdater | TrainedSignal, dict[str, Any]]] = [
         ("", trained_parameters(policy), updater, trainer)
     ]
-    # tensors of a critic that the run no longer has are not read
+    # Only the tensors with these prefixes must match the models: the checkpoint may have a critic
+    # that the run does not have any more.
     prefixes: tuple[str, ...] = ("policy.",)
     if critic is not None:
         if trainer.get("critic") is None:
@@ -207,6 +213,7 @@ def load_state(
         models.append(("critic_", critic.trained_parameters(), critic, trainer["critic"]))
         prefixes = ("policy.", "critic.")
     for prefix, parameters, model, counts in models:
+        # Before the first update no parameter has moments; after it all have them.
         with_moments = [name for name in parameters if f"{prefix}exp_avg.{name}" in stored]
         for name in parameters.keys() - with_moments if with_moments else ():
             raise ConfigError(
@@ -214,9 +221,9 @@ def load_state(
                 "those of other tensors; name an earlier checkpoint, or start a new run_dir"
             )
         for name, parameter in parameters.items():
-            # `dcp.load` fills only tensors that exist
+            # `dcp.load` only fills tensors that exist, so the moments are made first.
             if f"{prefix}exp_avg.{name}" in stored:
-                # the fused kernel needs the count on the device
+                # The fused kernel of AdamW needs the count of steps on the device.
                 num_steps = torch.tensor(float(counts["num_updates"]), device=parameter.device)
                 moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
                 model.optimizer.state[parameter] = {"step": num_steps, **moments}
@@ -231,6 +238,6 @@ def load_state(
             )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        # Each rank reads its own rows, so nothing needs to be agreed on. DCP's collectives would
-        # send pickles.
+        # no_dist: each rank reads its own rows, so the ranks have nothing to agree on, and DCP's
+        # collectives would send pickles.
         dcp.load(dict(tensors), storage_reader=reader, no_dist=True)

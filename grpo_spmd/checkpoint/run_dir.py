@@ -1,7 +1,9 @@
-"""Manages a run folder: its checkpoints, and which run and which process it belongs to.
+"""This module manages a run folder: its checkpoints, its lock, and to which run it belongs.
 
-A process "holds" a folder while it has the lock on logs/launch. A checkpoint is "set aside" when
-its folder is renamed to NAME.aside, so that no later start uses it. Imports no torch.
+A process *holds* a folder while it has the lock on the file logs/launch, the *launch note*. The
+note has the id of the launch of torchrun that began the run, or continued it last. A checkpoint is
+*set aside* when its folder is renamed to NAME.aside, so that no later start uses it. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}
 """The open descriptor of each lock file that this process has locked."""
-# A run with other values of these keys is another run: they set the order or the form of its
-# prompts, its random numbers or the shapes of its trained tensors.
+# These keys must not change within a run: they determine the order or the form of its prompts, its
+# random numbers or the shapes of its trained tensors.
 _FIXED_KEYS = (
     "seed",
     "data.shuffle",
@@ -39,18 +41,19 @@ _FIXED_KEYS = (
 
 @dataclass(frozen=True)
 class Start:
-    """Tells where a run starts: at step 0, or at a checkpoint that the ranks have verified."""
+    """Where a run starts: at step 0, or at a checkpoint that the ranks have verified."""
 
     step: int = 0
-    """The last finished step; 0 if there is none."""
+    """The number of finished steps."""
     folder: Path | None = None
     """The checkpoint to start from."""
     trainer: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's trainer.json."""
     goes_on: bool = False
-    """True if the run continues the run in its folder, if there is one."""
+    """True if this launch continues the run that is in its folder, if there is one; False if it
+    begins a new run."""
     is_over: bool = False
-    """True if the run in the folder had finished all its steps."""
+    """True if the run in the folder has finished all its steps and its last evaluation."""
 
     @property
     def position(self) -> int:
@@ -59,34 +62,36 @@ class Start:
 
     @property
     def waiting(self) -> list[int]:
-        """Earlier indices of prompts that tail batching has deferred."""
+        """The indices in the prompt stream of earlier prompts that tail batching has deferred."""
         return list(self.trainer.get("waiting", []))
 
 
 class Candidates(NamedTuple):
-    """Lists the checkpoints that a run may start from, the best first."""
+    """The checkpoints from which a run may start."""
 
     folders: list[str]
+    """The newest checkpoint is first, and is used if it is not damaged."""
     goes_on: bool
-    """True if the run continues the run in its folder, as in Start."""
+    """As in Start: True if this launch continues the run in its folder."""
     is_named: bool = False
-    """True if there is one candidate, the checkpoint that checkpoint.resume names."""
+    """True if the only candidate is the checkpoint that checkpoint.resume names."""
 
 
 def checkpoint_path(run_dir: str | Path, step: int) -> Path:
-    """Returns where the checkpoint after `step` finished steps is, or will be."""
+    """Returns the folder of the checkpoint after `step` finished steps, which need not exist."""
     return Path(run_dir) / "checkpoints" / f"step_{step:06d}"
 
 
 def temporary_path(checkpoint: Path) -> Path:
-    """Returns where a checkpoint is written until it is complete."""
+    """Returns the folder in which a checkpoint is written until it is complete."""
     return checkpoint.with_name(checkpoint.name + ".tmp")
 
 
 def put_in_place(temporary: Path, folder: Path) -> None:
-    """Renames a complete checkpoint to `folder`, and syncs it to the disk.
+    """Syncs a complete checkpoint to the disk, and renames it to `folder`.
 
-    If a run made these steps before, its checkpoint of that name is set aside.
+    If there is a checkpoint of that name already, because a run made these steps before, that
+    checkpoint is set aside.
     """
     sync_to_disk(temporary)
     if folder.exists():
@@ -106,9 +111,9 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def remove_old(run_dir: str | Path, keep: int, best_step: int | None) -> None:
-    """Removes all checkpoints but the newest `keep` and that of `best_step`.
+    """Removes all checkpoints except for the newest `keep` and the one of `best_step`.
 
-    A failure costs a warning.
+    A failure is logged as a warning and does not stop the run.
     """
     for checkpoint in list_checkpoints(run_dir)[:-keep]:
         if step_of(checkpoint) != best_step:
@@ -116,7 +121,7 @@ def remove_old(run_dir: str | Path, keep: int, best_step: int | None) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Removes a folder with all files. A failure costs a warning."""
+    """Removes a folder with all files. A failure is logged as a warning and raises nothing."""
     try:
         shutil.rmtree(folder)
     except OSError as error:
@@ -129,67 +134,72 @@ def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
 
 
 def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, Any]) -> list[str]:
-    """Returns the changes of the flat `config` since the checkpoint was written, one text per key.
+    """Returns one text for each key of `config` that has changed since the checkpoint was written.
 
-    `trainer` is the checkpoint's. Raises ConfigError for a key that must not change within a run.
+    `config` is the whole config as {"section.key": value}, and `trainer` the checkpoint's
+    trainer.json. Raises ConfigError for a change of a key that must not change within a run.
     """
     recorded = trainer["config"]
-    # by repr: 1 and 1.0 and True are equal, but not the same value of a key
+    # Compared by repr: 1, 1.0 and True are equal, but not the same value of a key.
     changed = [
         key
         for key in sorted(recorded.keys() | config.keys())
         if repr(recorded.get(key)) != repr(config.get(key))
-        # what was decided for the run stays decided
+        # `auto` keeps what was decided when the run began.
         and not (key in DECIDED_KEYS and config.get(key) == "auto")
-        # a checkpoint from before a mapping was a key does not have it
+        # A checkpoint of an earlier version may lack a mapping. Its empty default is no change.
         and not (config.get(key) == {} and key not in recorded)
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)
-        # another critic is allowed; adding or removing one is not
+        # Changing to another critic is allowed; adding or removing one is not.
         adds_or_removes = key == "critic.path" and None in (recorded.get(key), config.get(key))
         if is_fixed or adds_or_removes:
             raise ConfigError(
                 f"{key} ({config.get(key)}) was {recorded.get(key)} in the run that wrote "
                 f"{checkpoint}, "
-                "and cannot change on the way; set it back, or start a new run_dir"
+                "and cannot change within a run; set it back, or start a new run_dir"
             )
     return [
         f"{key} {recorded.get(key)} -> {config.get(key)}"
         for key in changed
         if not key.startswith(("checkpoint.", "run_dir"))
-        # secrets are not compared, nor shown
+        # Secrets are redacted, so they can neither be compared nor shown.
         and "<redacted>" not in (recorded.get(key), config.get(key))
     ]
 
 
 def is_same_launch(run_dir: str | Path) -> bool:
-    """Returns whether the run in the folder was begun by this launch of torchrun.
+    """Returns whether the folder's launch note has the id of this launch of torchrun.
 
-    If so, torchrun has restarted the ranks, and the run goes on.
+    On a restart of the ranks this means that an earlier attempt of this launch began the run, or
+    continued it, so that it must be continued now.
     """
     try:
         with open_regular(Path(run_dir) / _LAUNCH) as file:
             return file.read(4096).decode() == _launch_id() != ""
-    # the first attempt did not come that far, or was refused because the folder is another run's
+    # Without a note the earlier attempt failed before it wrote one, or was refused because another
+    # run is in the folder.
     except (OSError, ValueError):
         return False
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """Returns the checkpoints that the run may start from. Only rank 0 calls this.
+    """Returns the checkpoints from which the run may start. Only rank 0 calls this.
 
-    Locks the folder if a run goes on in it. Raises ConfigError if the folder has another run in it,
-    or another process holds it.
+    `resume` is checkpoint.resume; `is_restart` says whether torchrun has restarted the ranks. Locks
+    the folder if the launch continues a run in it. Raises ConfigError if there is another run in
+    the folder, or if another process holds it.
     """
     if not is_restart and is_same_launch(run_dir):
-        # An earlier launch had the same id: its note must not count for the restarts of this one.
+        # An earlier launch had the same id. Its note is cleared, so that a restart of this launch
+        # does not take it for its own.
         _lock(run_dir)
         _write_launch_id(run_dir, "")
-    # On a restart by torchrun the run has begun, from wherever `resume` said.
+    # True if an earlier attempt of this launch has begun the run, where `resume` says.
     has_begun = is_restart and is_same_launch(run_dir)
     is_named = resume not in ("auto", "never")
-    # the run's own checkpoints are newer than the named one that it began with
+    # In that case the run's own checkpoints are newer than the named one from which it started.
     if has_begun and list_checkpoints(run_dir):
         is_named = False
     goes_on = has_begun or resume == "auto" or (is_named and is_inside(resume, run_dir))
@@ -199,16 +209,16 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
         _lock(run_dir)
     if is_named:
         return Candidates([resume], goes_on, is_named=True)
-    # listed under the lock: the run before may have saved until a moment ago
+    # Listed only now, under the lock: until then another process may have saved checkpoints.
     checkpoints = list_checkpoints(run_dir) if goes_on else []
     return Candidates([str(folder) for folder in reversed(checkpoints)], goes_on)
 
 
 def begin_in(run_dir: Path, start: Start) -> None:
-    """Prepares the folder for this launch, with `start` as its newest checkpoint.
+    """Prepares the folder for a run that begins at `start`, which becomes its newest checkpoint.
 
     Only rank 0 calls this, after all checks that could refuse the run. Raises ConfigError if
-    another run is in the folder.
+    another run is in the folder, or if another process holds it.
     """
     _lock(run_dir)
     if not start.goes_on:
@@ -220,30 +230,30 @@ def begin_in(run_dir: Path, start: Start) -> None:
         if step_of(checkpoint) > start.step:
             _log.warning("%s is set aside: the run goes on after step %d", checkpoint, start.step)
             set_aside(checkpoint)
-    # From now on a restart uses the newest checkpoint, or what checkpoint.resume says if there is
-    # none.
+    # From now on a restart by torchrun uses the newest checkpoint in the folder or, if there is
+    # none, what checkpoint.resume says.
     _write_launch_id(run_dir, _launch_id())
     newest = checkpoint_path(run_dir, start.step)
     if start.folder is not None and start.folder.resolve() != newest.resolve():
-        # The start may be another run's checkpoint. If this run fails before its first save, a
-        # restart must come back to it, and not to the beginning.
+        # The start may be another run's checkpoint. It is copied into this folder, so that a
+        # restart before the first save starts there again, and not at step 0.
         temporary = temporary_path(newest)
         shutil.copytree(start.folder, temporary, copy_function=_link_or_copy)
         put_in_place(temporary, newest)
 
 
 def let_go(run_dir: Path) -> None:
-    """Releases the folder when its run has ended and the process goes on."""
+    """Releases the lock on the folder, for a process that goes on after its run has ended."""
     descriptor = _locked.pop(run_dir.resolve() / _LAUNCH, None)
     if descriptor is not None:
         os.close(descriptor)
 
 
 def _lock(run_dir: Path) -> None:
-    """Locks the folder until `let_go`, or as long as this process lives.
+    """Locks the folder until `let_go`, or until this process ends.
 
     Two jobs in one folder would overwrite each other's checkpoints. Raises ConfigError if another
-    process holds it.
+    process holds the folder.
     """
     path = run_dir.resolve() / _LAUNCH
     if path in _locked:
@@ -261,14 +271,14 @@ def _lock(run_dir: Path) -> None:
             f"run_dir: another process is running in {run_dir}; "
             "end that one first, or choose another folder"
         ) from None
-    # some file systems have no locks: then nothing protects the folder, and the run goes on
+    # Some file systems have no locks. Then the run goes on without this protection.
     except OSError:
         pass
     _locked[path] = descriptor
 
 
 def _write_launch_id(run_dir: Path, launch_id: str) -> None:
-    # in place: another file of that name would not be locked
+    # Written in place, because a new file of that name would not be locked.
     (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")
 
 
@@ -278,22 +288,22 @@ def _launch_id() -> str:
     An attempt is one start of the ranks: torchrun restarts ranks that failed.
     """
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    # torchrun's default is "none", for every launch without --standalone or --rdzv-id
+    # Every launch without --standalone or --rdzv-id has torchrun's default id, "none".
     if run_id != "none":
         return run_id
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
-        # the store of torchrun's first agent
+        # On several nodes: the address of the store that torchrun's first agent serves.
         return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-    # torchrun's own process: host, pid and start time
+    # On one node: host, pid and start time of torchrun's own process, the parent of this one.
     return f"{os.uname().nodename} {os.getppid()} {read_stat(os.getppid())[1]}".rstrip()
 
 
 def _link_or_copy(source: str, target: str) -> None:
     """Makes `target` a hard link to a checkpoint's file, or a copy where links do not work."""
     try:
-        # a checkpoint's files are never changed
+        # Both checkpoints may share a file, since a checkpoint's files are never changed.
         os.link(source, target)
-    # the folder is on another file system, or on one without links
+    # The target is on another file system, or on one without hard links.
     except OSError:
         shutil.copyfile(source, target)
 
@@ -304,9 +314,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def list_checkpoints(run_dir: str | Path) -> list[Path]:
-    """Returns the folders that were completed, good or damaged, in the order of steps.
+    """Returns the folders of all complete checkpoints, good or damaged, in the order of steps.
 
-    Folders whose names end in .tmp or .aside are not among them.
+    Unfinished ones (NAME.tmp) and those that were set aside (NAME.aside) are not among them.
     """
     folder = Path(run_dir) / "checkpoints"
     if not folder.is_dir():
@@ -316,9 +326,9 @@ def list_checkpoints(run_dir: str | Path) -> list[Path]:
 
 
 def refuse_in_use(run_dir: Path) -> None:
-    """Raises ConfigError if there is a run in the folder.
+    """Raises ConfigError if there is a run in the folder, which a new run would overwrite.
 
-    A run that failed within its first step does not count.
+    A run that failed before the end of its first step does not count.
     """
     metrics = run_dir / "metrics.jsonl"
     has_metrics = metrics.exists() and metrics.stat().st_size
@@ -335,9 +345,9 @@ def refuse_in_use(run_dir: Path) -> None:
 
 
 def set_attempt_aside(run_dir: Path) -> None:
-    """Moves the files of an attempt that failed within its first step to the folder failed_N.
+    """Moves the files of a run that failed within its first step into a new folder failed_N.
 
-    Its logs stay where they are, and the new attempt appends to them.
+    Its logs stay where they are, and the new run appends to them.
     """
     names = (
         "config.yaml",

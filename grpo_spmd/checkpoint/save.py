@@ -1,11 +1,11 @@
-"""Saves checkpoints, from which a run goes on exactly as if it had never stopped.
+"""This module saves checkpoints, from which a run continues exactly as if it had never stopped.
 
-The state is "staged" (copied into host memory) while training waits, and written in the background.
-manifest.py has the folder's format. The shards are in the safetensors format of torch's distributed
-checkpoints, so that `torch.distributed.checkpoint` reads them into any world size and mesh. Each
-rank writes its own shard. `dcp.save` is not used: its thread needs collectives of its own and a
-second copy of all bytes, and its default format is a pickle. No random states are saved, since
-every random draw is a function of (seed, step, position, sample).
+The state is *staged* (copied into host memory) while training waits, and written in the background.
+manifest.py describes the format of the folder. Each rank writes its own shard, in the safetensors
+format of torch's distributed checkpoints, so that `torch.distributed.checkpoint` can load the
+shards into any world size and mesh. `dcp.save` is not used: its thread needs collectives of its own
+and a second copy of all bytes, and its default format is a pickle. No states of random generators
+are saved, since every random draw is a function of (seed, step, position, sample).
 """
 
 from __future__ import annotations
@@ -56,56 +56,60 @@ _SAVED_WITHIN_S = 3600.0
 
 @dataclass(frozen=True)
 class _StagedSave:
-    """Describes a state that was copied to host memory and is to be written."""
+    """A state that was copied into host memory and waits to be written."""
 
     folder: Path
     first_rows: dict[str, int]
-    """The tensors that this rank writes, by name, and their first row in the whole tensor."""
+    """For each tensor of which this rank writes rows: the index of its first row in the whole
+    tensor."""
     trainer: dict[str, Any]
+    """The content of trainer.json."""
     start: float
-    """The time when the copy began, as time.perf_counter() gives it."""
+    """The time.perf_counter() at which the copy began."""
 
 
 @dataclass
 class Checkpoints:
-    """Saves the run's state each `every_steps`, at the end, and when the run is preempted.
+    """Saves the run's state every `every_steps` steps, at the end, and when the run is preempted.
 
     Training waits only for the copy into host memory (`stage_if_due`). Then a thread of each rank
-    writes and syncs its shard; rank 0's thread adds the rest and gives the folder its name. A save
-    that fails is an error in the log: the checkpoints before it stay, and the run goes on to the
+    writes and syncs its shard; rank 0's thread adds the other files and gives the folder its name.
+    A save that fails is logged as an error: earlier checkpoints stay, and the run goes on to the
     next save. Only the last save of a run must succeed.
     """
 
     run_dir: Path
     config: CheckpointConfig
     num_steps: int
-    """The number of steps of the whole run; the state after the last one is saved in any case."""
+    """The number of steps of the whole run. The state after the last step is always saved."""
     session: Session
     policy: Policy
     updater: PolicyUpdater
     facts: RunFacts
-    """They are saved with the state."""
+    """The facts about the run that trainer.json records."""
     critic: TrainedSignal | None = None
 
     def __post_init__(self) -> None:
-        # In host memory, allocated once: pinned memory is slow to get.
+        # The staged tensors in host memory. They are allocated once, since pinned memory is slow to
+        # allocate.
         self._buffers: dict[str, Tensor] = {}
         self._staged: _StagedSave | None = None
         self._writer: threading.Thread | None = None
-        # why the last save failed on this rank; on rank 0: on any rank
+        # Why the last save failed; None if it did not. Only rank 0 gets to know of failures in the
+        # background.
         self._failure: str | None = None
         self._store = clone_store()
         self._num_saves = 0
-        # the step whose state was staged last, or the step that the run started from
+        # The step whose state was staged last, or else the step at which this launch started.
         self._saved_step = -1
-        # the longest time from the begin of the copy to the rename of the folder
+        # The seconds of the slowest save, from the begin of the copy to the rename of the folder.
         self._max_save_s = 0.0
         self._metric_by_step: dict[int, float] = {}
-        # bytes of metrics.jsonl that `_best_step` has read so far
+        # The bytes of metrics.jsonl that `_best_step` has read so far.
         self._num_metrics_bytes = 0
 
     def load(self, start: Start) -> None:
-        """Collective. Restores policy, optimizer and schedule if `start` has a checkpoint."""
+        """Collective. Restores the training state if `start` has a checkpoint."""
         self._saved_step = start.step
         remove_marker(self.run_dir)
         if start.folder is not None:
@@ -115,29 +119,32 @@ class Checkpoints:
 
     @property
     def time_to_save_s(self) -> float:
-        """The seconds that a save may take now, as the slowest save so far; 0 if there was none.
+        """The seconds that a save may take now: those of the slowest save so far, or 0 without one.
 
-        It is twice as long while a save is running, since that one must end first.
+        The time is doubled while a save is running, since that save must end first.
         """
         is_writing = self._writer is not None and self._writer.is_alive()
         return self._max_save_s * (2 if is_writing else 1)
 
     def stage_if_due(self, step: int, position: int, log_state: dict[str, Any]) -> None:
-        """Collective. Copies the state after `step` finished steps, if it is to be saved.
+        """Collective. Stages the state after `step` finished steps, if a save is due after them.
 
-        `position` is the next index in the prompt stream; `log_state` is LogprobCheck.state.
+        `position` is the next index in the prompt stream. `log_state` is LogprobCheck.state, which
+        trainer.json records.
         """
         if self._is_due(step, self.config.every_steps):
             self.stage(step, position, log_state)
 
     def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
-        """Collective. Copies the state into host memory, once the save before is written."""
+        """Collective. Waits until the previous save is written, then stages the state after `step`
+        finished steps. The arguments are those of `stage_if_due`."""
         self._wait_for_writer()
         start = time.perf_counter()
         folder = checkpoint_path(self.run_dir, step)
         tensors = state_tensors(self.policy, self.updater, self.critic)
-        # of replicas that hold the same rows, the first writes them
+        # If several replicas hold the same rows, only the first replica writes them.
         shards = {name: tensor for name, tensor in tensors.items() if is_first_replica(tensor)}
+        # The bytes that this rank needs on the disk. An export needs at most as many as the policy.
         num_bytes = 0
         for name, tensor in shards.items():
             is_exported = name.startswith("policy.") and self._is_export_due(step)
@@ -147,14 +154,14 @@ class Checkpoints:
         )
         if self._failure is not None:
             return
-        # a rank may have no row of a small tensor
+        # A rank may have no rows of a small tensor.
         first_rows = {name: first_row(t) for name, t in shards.items() if len(t.to_local())}
         for name in first_rows:
             local = shards[name].to_local().detach()
             if name not in self._buffers:
                 buffer = host_buffer(local.nbytes, local.device)
                 self._buffers[name] = buffer.view(local.dtype).view(local.shape)
-            # a GPU copies while this returns
+            # From a GPU this call only starts the copy.
             self._buffers[name].copy_(local, non_blocking=True)
         if self.session.device.type == "cuda":
             torch.cuda.synchronize()
@@ -175,8 +182,8 @@ class Checkpoints:
     def write_staged(self) -> None:
         """Starts the background thread that writes what was staged, if anything was.
 
-        Called after the step's metrics line is on disk: a run that goes on from this checkpoint
-        will not write that line again.
+        Called after the step's metrics line was written, because a run that continues from this
+        checkpoint will not write that line again.
         """
         if self._staged is not None:
             self._writer = threading.Thread(
@@ -186,7 +193,8 @@ class Checkpoints:
             self._writer.start()
 
     def wait(self) -> None:
-        """Collective. Waits for the last save. Raises RuntimeError on every rank if it failed."""
+        """Collective. Waits for the last save to finish. Raises RuntimeError on every rank if it
+        failed."""
         self._wait_for_writer()
         failure = on_rank0(lambda _: self._failure, None)
         if failure is not None:
@@ -195,10 +203,11 @@ class Checkpoints:
     def save_preempted(
         self, step: int, position: int, log_state: dict[str, Any], reason: str
     ) -> None:
-        """Collective. Saves the state at the present step's begin and marks the run as preempted.
+        """Collective. Saves the state after `step` finished steps and marks the run as preempted.
 
-        A state that is on disk already, or that the run started from, is not saved again. Raises
-        RuntimeError on every rank if it could not be saved.
+        A state that is on disk already, or from which this launch started, is not saved again.
+        `reason` is for the marker and the log. Raises RuntimeError on every rank if the state could
+        not be saved.
         """
         self._wait_for_writer()
         if on_rank0(lambda _: self._saved_step != step or self._failure is not None, None):
@@ -222,15 +231,15 @@ class Checkpoints:
             self._writer = None
 
     def _prepare(self, folder: Path, num_bytes: int) -> tuple[str | None, float]:
-        """Makes an empty folder for a checkpoint, on rank 0.
+        """Makes an empty folder for a checkpoint of `num_bytes`. Runs on rank 0.
 
-        Returns why that failed (None if it did not), and the seconds of the slowest save so far.
+        Returns (why that failed or None, seconds of the slowest save so far), for all ranks.
         """
         temporary = temporary_path(folder)
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             (temporary / "state").mkdir(parents=True)
-            # better to fail now than in the middle of a shard
+            # It is better to fail now than in the middle of a shard.
             free = shutil.disk_usage(temporary).free
             if free < num_bytes:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -242,9 +251,10 @@ class Checkpoints:
         return None, self._max_save_s
 
     def _write(self, staged: _StagedSave) -> None:
-        """Writes this rank's shard, in the writer thread; rank 0's thread then completes the save.
+        """Writes this rank's shard and, on rank 0, completes the save. Runs in the writer thread.
 
-        Nothing is raised: errors go to rank 0 through the store.
+        Each rank sets the key checkpoint/SAVE/RANK in the store to its result, or to its error. So
+        errors reach rank 0, which waits for all of these keys; nothing is raised.
         """
         key = f"checkpoint/{self._num_saves}"
         rank = self.session.rank
@@ -255,20 +265,20 @@ class Checkpoints:
                 tensors = {tensor: self._buffers[tensor] for tensor in staged.first_rows}
                 path = temporary_path(staged.folder) / name
                 result = {"file": name, **write_shard(path, tensors, staged.first_rows)}
-        except Exception as error:  # a full disk most of all
+        except Exception as error:  # most likely a full disk
             result = {"error": f"rank {rank}: {type(error).__name__}: {error}"}
-        # the store works in threads, where collectives would mix with those of the training
+        # Not by a collective: in this thread it would get mixed up with those of the training.
         self._store.set(f"{key}/{rank}", json.dumps(result))
         if self.session.is_rank0:
             try:
                 self._complete(staged, self._wait_for_results(key))
             except Exception as error:
-                # half a checkpoint only fills the disk
+                # An incomplete checkpoint only fills the disk.
                 shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)
                 self._failure = _log_failure(staged.folder, error)
 
     def _wait_for_results(self, key: str) -> list[dict[str, Any]]:
-        """Returns every rank's result in the order of ranks, on rank 0."""
+        """Returns every rank's result, in the order of ranks, and deletes their keys. On rank 0."""
         keys = [f"{key}/{rank}" for rank in range(self.session.world_size)]
         self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
         results = [json.loads(self._store.get(rank_key)) for rank_key in keys]
@@ -277,10 +287,11 @@ class Checkpoints:
         return results
 
     def _complete(self, staged: _StagedSave, results: list[dict[str, Any]]) -> None:
-        """Completes a checkpoint whose shards are written, in rank 0's writer thread.
+        """Completes a checkpoint whose shards are written. Runs in rank 0's writer thread.
 
-        Writes the other files, then the manifest, then renames the folder, and removes checkpoints
-        that are not kept. Raises OSError if a rank's shard is missing.
+        Writes the other files, and the manifest last, then renames the folder, and removes old
+        checkpoints. `results` has the result of each rank. Raises OSError if a rank could not write
+        its shard.
         """
         errors = [result["error"] for result in results if "error" in result]
         if errors:
@@ -293,7 +304,7 @@ class Checkpoints:
                     f"rank 0 does not see {name}, which another rank has written: "
                     "run_dir must be a file system that all nodes share"
                 )
-        # the files that belong to the weights: config and tokenizer, or peft's config
+        # The files that belong to the weights: config and tokenizer, or peft's adapter config.
         companions = temporary / "model"
         companions.mkdir()
         if self.policy.lora.rank:
@@ -305,13 +316,13 @@ class Checkpoints:
         if self._is_export_due(staged.trainer["step"]):
             try:
                 export_checkpoint(temporary, temporary)
-            # what the run needs is saved, and a user can export it at any time
+            # The run's state is saved, and a user can export it at any time.
             except Exception as error:
                 _log.error("%s is saved, but not exported: %s", staged.folder, error)
         write_manifest(temporary, digests)
         metrics = self.run_dir / "metrics.jsonl"
         if metrics.exists():
-            # a run that goes on from this checkpoint does not write these lines again
+            # A run that continues from this checkpoint does not write these lines again.
             sync_path(metrics)
         put_in_place(temporary, staged.folder)
         self._max_save_s = max(self._max_save_s, time.perf_counter() - staged.start)
@@ -329,8 +340,9 @@ class Checkpoints:
             self._num_metrics_bytes = line.end
             value = line.values.get(name)
             if isinstance(value, int | float):
-                # A step's own metrics measure the policy before its update, so the checkpoint of
-                # the step before; an evaluation's metrics measure the policy after it.
+                # A step's own metrics measure the policy before its update, which is that of the
+                # checkpoint one step earlier. An evaluation's metrics measure the policy after the
+                # step's update.
                 lag = 0 if is_evaluation(line.values) else 1
                 self._metric_by_step[line.values["step"] - lag] = value
         if self._num_metrics_bytes > start and not self._metric_by_step:
@@ -344,7 +356,7 @@ class Checkpoints:
 
 
 def _log_failure(folder: Path, error: Exception) -> str:
-    """Logs that a save failed, and returns the reason in words."""
+    """Logs that a save failed, and returns the reason as text."""
     kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
     text = f"{folder}: {kind}{error}"
     _log.error("checkpoint not saved, those before it stay as they are: %s", text)

@@ -1,8 +1,8 @@
-"""Collects what a checkpoint stores, and writes one rank's shard of the tensors.
+"""This module collects what a checkpoint stores, and writes one rank's shard of the tensors.
 
 A checkpoint stores facts about the run (RunFacts, in trainer.json) and the trained tensors with
-their "moments", Adam's running means exp_avg and exp_avg_sq. A shard is the file with the rows that
-one rank holds.
+their *moments*, Adam's running means exp_avg and exp_avg_sq. A *shard* is a file with the rows of
+all tensors that one rank holds.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 class TrainedSignal(Protocol):
-    """Describes a model that trains next to the policy (the critic) to checkpoints."""
+    """The interface by which checkpoints save and restore a second trained model, the critic."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -46,10 +46,10 @@ class TrainedSignal(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Holds the facts about the whole run that trainer.json records."""
+    """The facts about the whole run that trainer.json records."""
 
     model_fingerprint: str
-    """The fingerprint of the model's files. Both fingerprints are "" on ranks other than 0."""
+    """The fingerprint of model.path's files. On other ranks than 0 both fingerprints are ""."""
     data_fingerprint: str
     """The fingerprint of the prompts' tokens, in their order."""
     config: dict[str, Any]
@@ -58,8 +58,8 @@ class RunFacts:
     dtype: str
     world_size: int
     contents: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of files and data that may change within a run. The log reports changes, so the keys
-    are words for a message."""
+    """SHA-256 digests of files and data that may change within a run. Changes are only logged, so
+    the keys are descriptions for the log."""
 
 
 def run_facts(
@@ -70,7 +70,8 @@ def run_facts(
 ) -> RunFacts:
     """Returns the facts of this run.
 
-    `config` is the whole config, flat; `held_out` has the prompts of each evaluation set.
+    `config` is the whole config as {"section.key": value}. `held_out` has the prompts of each
+    evaluation set.
     """
     model_digest = ""
     token_digest = ""
@@ -95,10 +96,10 @@ def run_facts(
 
 
 def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, str]:
-    """Returns digests of what a flat config names: models, and files of rewards and tokenizer.
+    """Returns the digests of models and files that `config` names, by descriptions for the log.
 
-    Models are teachers, the critic and reward models; files are reward functions, rubrics and
-    templates. The keys are words for a message.
+    The models are teachers, the critic and reward models. The files are those of the tokenizer,
+    reward functions, rubrics and templates.
     """
     tokenizer_names = re.compile(
         r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
@@ -112,14 +113,14 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
     for key, value in config.items():
         path = str(value)
         if re.fullmatch(r"rewards\.\d+\.(function|judge|template)", key):
-            # functions are FILE:FUNCTION, rubrics and templates are FILE
+            # A function is FILE:FUNCTION; a rubric or template is FILE.
             file = Path(path)
             files[f"{key} ({path})"] = file if file.is_file() else Path(path.rpartition(":")[0])
         elif value and re.fullmatch(r"rewards\.\d+\.model", key):
             revision = config.get(f"{key.removesuffix('model')}revision")
             folder = checkpoint_folder(path, revision)
             digests[f"{key} ({path})"] = model_fingerprint(folder)
-        # The policy itself is no further model.
+        # POLICY names the policy itself, whose files have their own fingerprint.
         elif (
             value and path != POLICY and re.fullmatch(r"critic\.path|teacher\.path(\.[^=]+)?", key)
         ):
@@ -131,9 +132,9 @@ def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, st
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Returns a SHA-256 over names, sizes and both ends of a model's files.
+    """Returns a SHA-256 over the names, sizes, beginnings and ends of a model's files.
 
-    It tells models apart without reading all of their bytes.
+    So models can be distinguished without reading all of their bytes.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -151,7 +152,8 @@ def model_fingerprint(folder: Path) -> str:
 def state_tensors(
     policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
-    """Returns the trained tensors, and their moments if there are any, by name in a checkpoint."""
+    """Returns the trained tensors and, after the first update, their moments, by the names that
+    they have in a checkpoint."""
     models: list[tuple[str, str, dict[str, DTensor], torch.optim.Optimizer]] = [
         ("policy.", "", trained_parameters(policy), updater.optimizer)
     ]
@@ -169,9 +171,9 @@ def state_tensors(
 
 
 def trained_parameters(policy: Policy) -> dict[str, DTensor]:
-    """Returns the sharded parameters that train, by HF's names.
+    """Returns the policy's sharded parameters that are trained, by HF's names.
 
-    Adapters are LAYER.lora_A.weight and LAYER.lora_B.weight.
+    The names of adapters are LAYER.lora_A.weight and LAYER.lora_B.weight.
     """
     parameters: dict[str, DTensor] = {}
     for name, parameter in policy.model.named_parameters():
@@ -184,12 +186,13 @@ def trained_parameters(policy: Policy) -> dict[str, DTensor]:
 def write_shard(
     path: Path, tensors: dict[str, Tensor], first_rows: dict[str, int]
 ) -> dict[str, Any]:
-    """Writes this rank's rows of each tensor as safetensors, synced. Returns {"bytes", "sha256"}.
+    """Writes `tensors`, this rank's rows, as a safetensors file and syncs it to the disk.
 
-    `first_rows` has the index of each tensor's first row in the whole tensor. The bytes are written
-    straight from the tensors; safetensors' own writer would first copy all of them.
+    Returns the file's {"bytes", "sha256"}. `first_rows` has for each name the index, in the whole
+    tensor, of the first of these rows. The bytes are written directly from the tensors' memory;
+    safetensors' own writer would first copy all of them.
     """
-    # torch.distributed.checkpoint reads the offsets from this field of the header (torch 2.13)
+    # torch.distributed.checkpoint reads the offsets from this field of the header (torch 2.13).
     offsets = {
         name: {"saved_offsets": [first_rows[name], *[0] * (tensor.ndim - 1)]}
         for name, tensor in tensors.items()
@@ -207,9 +210,9 @@ def write_shard(
             "data_offsets": [start, end],
         }
     text = json.dumps(header).encode()
-    # the format wants tensors to begin at a multiple of 8 bytes, so the header ends with spaces
+    # In the format tensors begin at a multiple of 8 bytes, so the header is padded with spaces.
     text += b" " * (-len(text) % 8)
-    # views of the tensors' memory, without a copy
+    # Views of the tensors' memory, without a copy.
     views: list[Any] = [tensor.view(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     digest = hashlib.sha256()
     with path.open("wb") as file:

@@ -1,4 +1,5 @@
-"""Episodes: tools, environments and agents that answer the policy's turns.
+"""Episodes: conversations of the policy with tools, environments and agents.
 
-Not here: the engine's loop, rewards of single turns. Imported only where `environment` is set.
+Not here: the engine's generation loop, rewards for completions without an environment.
+Imported only if the config sets `environment`; chat_format also serves judges and reward models.
 """

@@ -1,10 +1,11 @@
-"""This module runs agents in a worker: a user's coroutine that asks this rank for turns over
-OpenAI's API.
+"""This module runs agents in a worker process.
+
+An agent is a user's coroutine that requests the policy's turns from this rank through OpenAI's API:
 
     async def rollout(task, base_url, api_key, model) -> float | {"reward": float} | None
 
-`task` is the row: its `prompt` and its other columns. A result of None means that the reward is
-unknown. A plain function is accepted too.
+`task` is a row of the data set: its `prompt` and its other columns. A result of None means that the
+reward is unknown. A plain function is accepted too.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from grpo_spmd.records import Fields
 from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 
 REWARD = "agent"
+# The arguments of `rollout` with which it reaches the endpoint.
 _ACCESS = ("base_url", "api_key", "model")
-# OpenAI's own code.
+# OpenAI's own error code for a context that is too long.
 TOO_LONG = "context_length_exceeded"
-# Error codes of the endpoint that end an episode, with the status of the episode.
+# By error code: the status of an episode in which the endpoint refused a turn because of a limit.
 LIMITS = {
     "episode_max_turns": "max_turns",
     "episode_max_tokens": "max_tokens",
@@ -33,14 +35,14 @@ LIMITS = {
 
 
 class AgentDriver:
-    """Runs one episode at a time; an agent's episode is one call of the user's function."""
+    """Runs an agent's episodes one at a time. Each episode is one call of the user's function."""
 
     kind = "agent"
     reward_names = (REWARD,)
     schemas: Sequence[Fields] = ()
 
     def __init__(self, rollout: Callable[..., Any]) -> None:
-        """Raises ConfigError if `rollout` does not take these arguments."""
+        """Raises ConfigError if `rollout` cannot be called with task, base_url, api_key, model."""
         self._rollout = rollout
         parameters = ("task", *_ACCESS)
         try:
@@ -52,24 +54,25 @@ class AgentDriver:
                 f"{error}"
             ) from None
         self._runner: asyncio.Runner | None = None
-        # A cluster's proxy cannot reach this host's loopback.
+        # HTTP clients must bypass a cluster's proxy, which cannot reach this host's loopback.
         for variable in ("no_proxy", "NO_PROXY"):
             hosts = [host for host in os.environ.get(variable, "").split(",") if host]
             os.environ[variable] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))
 
     def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> Fields:
-        """Runs the agent to its end.
+        """Runs a whole episode: calls the user's function and waits for its result.
 
-        Returns {"rewards": {"agent": a number, None, or a string that says why it is unusable}}.
-        What the agent raises goes to the caller, except after a turn was refused by a limit of the
-        episode: it would be refused again. Raises BrokenContractError for a return value that is
-        no reward.
+        Returns {"rewards": {"agent": reward}}. The reward is a number, None (unknown), or a string
+        that says why it is unusable. Exceptions of the agent are passed on, except for one that
+        follows from a turn refused because of a limit of the episode: a second attempt would be
+        refused too, so only the reward is unusable. Raises BrokenContractError for a returned dict
+        without `reward` or with other keys.
         """
         try:
             result = self._rollout(task=dict(row), **{name: access[name] for name in _ACCESS})
             if inspect.isawaitable(result):
-                # One loop for all episodes: a client that nobody closed closes itself in its loop
-                # whenever it is collected.
+                # All episodes share one event loop: an HTTP client that the agent left open closes
+                # itself in its loop when it is garbage-collected, maybe in a later episode.
                 self._runner = self._runner or asyncio.Runner()
                 result = self._runner.run(_run_alone(result))
         except Exception as error:
@@ -86,9 +89,9 @@ class AgentDriver:
 
 
 async def _run_alone(awaitable: Any) -> Any:
-    """Returns the result of an awaitable, and cancels tasks that it left running.
+    """Returns the result of an awaitable, and cancels the tasks that it left running.
 
-    Such tasks would otherwise run in the next episode.
+    Otherwise they would go on running during the next episode.
     """
     try:
         return await awaitable
@@ -100,6 +103,10 @@ async def _run_alone(awaitable: Any) -> Any:
 
 
 def _reward(result: Any) -> float | str | None:
+    """Returns the reward that rollout() returned, as a number or as {"reward": number}.
+
+    It is None if unknown, or a string that says why it is unusable.
+    """
     if isinstance(result, Mapping):
         if set(result) != {"reward"}:
             keys = sorted(map(str, result))
@@ -112,8 +119,8 @@ def _reward(result: Any) -> float | str | None:
 
 
 def _limit_code(error: BaseException | None) -> str | None:
-    """Returns the code of the endpoint's refusal, if an error or one of its causes is such a
-    refusal."""
+    """Returns the endpoint's error code (a key of LIMITS) if an exception, or one of its causes, is
+    a turn refused because of a limit. Otherwise returns None."""
     seen: list[BaseException] = []
     while error is not None and error not in seen:
         seen.append(error)

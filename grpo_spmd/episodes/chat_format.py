@@ -1,14 +1,14 @@
 """This module turns conversations into tokens with the tokenizer's chat template.
 
-Words used here: a *turn* is one message that the policy (the assistant) has sampled. *Data* are
-texts that tools, users and policies wrote; the template's own text is *trusted*. A *span* is a
-(begin, end) pair of character indices. A *mark* is a secret word inside of data that shows where
-the template has put the data.
+Words used here: a *turn* is one message that the policy (the assistant) has sampled. *Data* is text
+that tools, users and policies wrote; the template's own text is *trusted*. A *span* is a
+(begin, end) pair of character indices. The *mark* is a random word that is inserted into data
+before rendering: its places in the rendered text show where the template has put the data.
 
-`ChatFormat` makes prompts and the contexts of next turns. Sampled tokens stay as they were
-sampled; only new messages are rendered and encoded, after them. `PlainText` encodes a text in
-which some spans are data: special-token text in data becomes the tokens of its letters, and all
-else is encoded as the tokenizer always does.
+`ChatFormat` makes the prompt of an episode and the context of each later turn. Sampled tokens stay
+as they were sampled; only new messages are rendered, encoded and appended to them. `PlainText`
+encodes a text in which some spans are data: where data spells a special token, it becomes ordinary
+tokens for the letters, and everything else is encoded as the tokenizer always does.
 """
 
 from __future__ import annotations
@@ -32,30 +32,35 @@ Span = tuple[int, int]
 Tools = Sequence[Fields]
 Kind = Literal["tool", "user"]
 
-# Nobody's text contains this word, as nobody knows it before the process starts.
+# Drawn when the process starts, so no text can contain this word, not even on purpose.
 _MARK = secrets.token_hex(16)
-# Runs of newlines are added tokens in Gemma's vocabulary, and data may contain them.
+# Added tokens of blanks alone are allowed in data: runs of newlines are such tokens in Gemma's
+# vocabulary.
 _BLANK = re.compile("[\\s\u2581]*")
-# These words fill trial conversations. No template, no tool and nobody's text contains them.
+# Words for trial conversations (see ChatFormat). No template and no tool contains them.
 _SAID_WORD = "said7c1f0b"
 _ANSWER_WORD = "given7c1f0b"
 _THINKING_WORD = "thought7c1f0b"
 _TRIAL_PROMPT: list[Message] = [{"role": "user", "content": "asked7c1f0b"}]
-# Thinking may differ where a template rewrites nothing else; `history: append` keeps all of it.
+# Removed before rendered trial conversations are compared: a template that only strips thinking
+# from earlier turns counts as rewriting nothing, and `history: append` then keeps the thinking.
 _THINKING = re.compile(r"<think>.*?(?:</think>|$)\s*", re.DOTALL)
 _THINKING_TAGS = ("<think>", "</think>")
-# Canonical composition (NFC) makes one letter out of at most four code points.
+# Canonical composition (NFC), which a tokenizer may apply, joins at most four code points into one.
 _MAX_COMPOSED = 4
-# Trial conversations have as many turns as an episode may have, within these bounds. Each turn
-# costs a rendering; no known template rewrites earlier turns in still longer conversations alone.
+# A trial conversation has as many turns as an episode may have, within these bounds. Each turn
+# costs a rendering, and no known template begins to rewrite earlier turns after more than 32 turns.
 _TRIAL_TURNS = (2, 32)
+# How errors about the template begin.
 _KEY = "environment: the chat template of model.path"
-# The messages that follow the policy's turns for certain, by the kind of environment.
+# By kind of environment: the kind of message that is certain to follow a turn of the policy.
 _SURE_KINDS: dict[str, Kind] = {"tools": "tool", "gym": "user"}
+# How the log and errors call each kind of message.
 _WORDS: dict[Kind, str] = {
     "tool": "results of tools",
-    "user": "a user's messages behind the first turn",
+    "user": "a user's messages after the first turn",
 }
+# Names of a message's fields, which are not data. Other names are data, such as those of arguments.
 _FIELDS = {
     "role", "type", "content", "text", "name", "tool_call_id", "tool_calls", "id", "function",
     "arguments", "reasoning_content", "thinking",
@@ -63,7 +68,8 @@ _FIELDS = {
 
 
 class TemplateError(ConfigError):
-    """The chat template refuses a conversation, or data cannot be encoded as text."""
+    """The chat template refuses a conversation, or data in it cannot be encoded without special
+    tokens."""
 
 
 def render(
@@ -76,8 +82,8 @@ def render(
 ) -> str:
     """Returns the text of a conversation, with the generation prompt if `generate`.
 
-    `template` is a chat template in place of the tokenizer's. Raises TemplateError where the chat
-    template refuses the messages.
+    `template` replaces the tokenizer's chat template. Raises TemplateError if the chat template
+    refuses the messages.
     """
     try:
         text = tokenizer.apply_chat_template(
@@ -88,7 +94,7 @@ def render(
             add_generation_prompt=generate,
         )
     except Exception as error:
-        # A template may refuse with any error.
+        # A template is a program and may raise any exception.
         raise TemplateError(
             f"the chat template refuses the messages: {type(error).__name__}: {error}"
         ) from None
@@ -96,47 +102,50 @@ def render(
 
 
 class PlainText:
-    """Encodes text that has data in it, with one tokenizer.
+    """Encodes text that contains data so that no data becomes a special or added token.
 
     transformers encodes the rendered text as a whole, so a `<|im_end|>` in a tool's result would
-    become the special token. The tokenizer's `split_special_tokens` splits only tokens with
-    special=True (not Qwen's `<tool_call>`), and would split the template's own tokens too.
+    become the special token. The tokenizer's `split_special_tokens` does not help: it splits only
+    tokens with special=True (not Qwen's `<tool_call>`), and the template's own tokens too.
 
-    Here the text is first encoded as always. Where a special or added token came out of data, the
-    stretch between the template's own tokens around it is encoded again, by a copy of the tokenizer
-    without special and added tokens. A token that still comes out (a vocabulary may hold `<s>` as a
-    word) is cut in two; a token that cannot be cut is refused.
+    Here the text is first encoded as always. Where data has become a special or added token, the
+    text between the nearest special tokens of the template is encoded again, by a copy of the
+    tokenizer without special and added tokens. If such a token still results (a vocabulary may hold
+    `<s>` as a word), its text is cut in two and each part is encoded alone. A single character
+    cannot be cut, so such text is refused (TemplateError).
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Raises ConfigError for a tokenizer in Python."""
+        """Raises ConfigError for a slow tokenizer, which is one written in Python."""
         if not getattr(tokenizer, "is_fast", False):
             raise ConfigError(
-                "the tokenizer is not a fast one, which alone says where in a "
-                "text a token stands; save it as tokenizer.json"
+                "the tokenizer is not a fast one, and only fast ones tell the positions of "
+                "tokens in a text; save it as tokenizer.json"
             )
         self._tokenizer = tokenizer
-        # Data with letters outside the vocabulary may become the unknown token.
+        # Data may become the unknown token, which stands for letters outside the vocabulary, unless
+        # that token also begins, ends or pads a text.
         allowed = {tokenizer.unk_token_id}
         allowed -= {tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id}
+        # By token id: the text of each special or added token that data must not become.
         self._texts = {
             token_id: token.content
             for token_id, token in tokenizer.added_tokens_decoder.items()
             if token_id not in allowed and not _BLANK.fullmatch(token.content)
         }
-        # A normalizer may change the case.
+        # The tokenizer's normalizer may change the case of a text.
         self._pattern = re.compile(
             "|".join(map(re.escape, self._texts.values())) or "(?!)", re.IGNORECASE
         )
 
     def is_special(self, token_id: int) -> bool:
-        """Returns whether a token is a special or added token."""
+        """Returns whether a token is a special or added token that data must not become."""
         return token_id in self._texts
 
     def special_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns (begin, end, id) of the special and added tokens that a text is encoded to.
+        """Returns (begin, end, id) for each special or added token in the encoding of a text.
 
-        Raises TemplateError.
+        Raises TemplateError if the tokenizer fails.
         """
         encoded = self._encode_with_offsets(text)
         return [
@@ -148,9 +157,13 @@ class PlainText:
         ]
 
     def mark(self, text: str, ignored: Collection[str] = ()) -> str:
-        """Returns a text with the mark behind the first letter of each special or added token,
-        except for those with an `ignored` text. Raises TemplateError."""
-        # Most texts need no encoding. Letters beyond ASCII may become others by a normalizer.
+        """Returns a text with the mark inserted after the first letter of each special or added
+        token that the text spells, except for tokens whose text is in `ignored`.
+
+        Raises TemplateError if the tokenizer fails.
+        """
+        # Most texts spell no special token and need no encoding. Other letters than ASCII may
+        # become a special token's letters by the tokenizer's normalizer.
         if text.isascii() and not self._pattern.search(text):
             return text
         cuts = [
@@ -161,15 +174,15 @@ class PlainText:
         return _MARK.join(_cut(text, cuts))
 
     def encode(self, text: str, data: Collection[Span] = ()) -> list[int]:
-        """Returns the tokens of a text; `data` are the spans of the text that are data, none of
-        which overlaps another.
+        """Returns the tokens of a text, in which no data becomes a special token.
 
-        Raises TemplateError where data would become a special token.
+        `data` has the spans of the text that are data; they do not overlap. Raises TemplateError if
+        data cannot be encoded without special tokens.
         """
         encoded = self._encode_with_offsets(text)
         ids: list[int] = list(encoded["input_ids"])
-        # The last pair is the bounds of the text: the end before the first token, at index -1, and
-        # the begin after the last one.
+        # The additional pair has the bounds of the text, for the loop below: at index -1 the end of
+        # what is before the first token (0), at index len(ids) the begin of what is after the last.
         offsets = [*encoded["offset_mapping"], (len(text), 0)]
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
         spans = sorted(data)
@@ -177,13 +190,15 @@ class PlainText:
         trusted = []
         for i in special:
             begin, end = self._text_span(text, ids[i], offsets[i])
-            # Only the first span that ends behind `begin`, since a conversation may hold thousands.
+            # Trusted if the token overlaps no span. A conversation may have thousands of spans, so
+            # only the first one that ends after `begin` is compared.
             following_span = bisect_right(ends, begin)
             if following_span == len(spans) or end <= spans[following_span][0]:
                 trusted.append(i)
         if len(trusted) == len(special):
             return ids
         result: list[int] = []
+        # What is between two trusted tokens is encoded again if it has special tokens.
         for previous, following in pairwise([-1, *trusted, len(ids)]):
             between = ids[previous + 1 : following]
             if any(map(self.is_special, between)):
@@ -194,30 +209,40 @@ class PlainText:
         return result
 
     def _encode_with_offsets(self, text: str) -> Any:
-        """Returns the tokenizer's encoding with the span of each token."""
+        """Returns the tokenizer's encoding of a text, with the span of each token.
+
+        Raises TemplateError if the tokenizer panics.
+        """
         try:
             return self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        # The Rust library panics where a regular expression backtracks without end.
+        # The Rust library panics if a regular expression backtracks too often; a panic is a
+        # BaseException.
         except BaseException as error:
             if type(error).__name__ != "PanicException":
                 raise
-            raise TemplateError(f"the tokenizer fails on it: {error}") from None
+            raise TemplateError(f"the tokenizer fails on the text: {error}") from None
 
     def _text_span(self, text: str, token_id: int, offset: Span) -> Span:
-        """Returns the span of a token's own text, without blanks around it that belong to the
-        token."""
+        """Returns the span of a special token's own text within `offset`, the token's whole span.
+
+        The whole span may include blanks around the text, which belong to the token. It is returned
+        if the text is spelled otherwise there.
+        """
         content = self._texts[token_id]
         begin = text.find(content, *offset)
         return offset if begin < 0 else (begin, begin + len(content))
 
     def _encode_without_special(self, text: str) -> list[int]:
-        """Returns the tokens of a text that follows a special token. Raises TemplateError."""
+        """Returns the tokens of a text that follows a special token, none of which is special.
+
+        Raises TemplateError if that is impossible.
+        """
         copy, mark_id = self._copy
         encoding = copy.encode(_MARK + text, add_special_tokens=False)
         ids: list[int] = encoding.ids[1:]
         if encoding.ids[:1] != [mark_id] or mark_id in ids:
             raise TemplateError(
-                f"the tokenizer does not keep {text[:40]!r} apart from what is before it"
+                f"the tokenizer does not split {text[:40]!r} from the special token before it"
             )
         cuts: list[int] = []
         for token_id, offset in zip(ids, encoding.offsets[1:], strict=True):
@@ -235,20 +260,22 @@ class PlainText:
 
     @cached_property
     def _copy(self) -> tuple[Any, int]:
-        """Returns a tokenizer that reads the names of special tokens as plain text, and the id of
-        the one special token that it has, the mark.
+        """Returns (copy, mark id): a copy of the tokenizer that reads the texts of special tokens
+        as plain text, and the id of the mark, the only added token that it still recognizes.
 
-        Text is encoded behind the mark, which is then cut off: so it is split as after any special
-        token. The copy is made when it is first needed, because a large vocabulary takes a second.
+        The text to encode is put after the mark, and the mark's token is then removed. So the text
+        is split into tokens as it is after any special token. The copy is made when it is first
+        needed, because a large vocabulary takes a second.
         """
-        # Imported late: data that is plain needs no copy.
+        # Imported late: without special tokens in data no copy is needed.
         from tokenizers import AddedToken, Tokenizer
 
         tree = json.loads(self._tokenizer.backend_tokenizer.to_str())
         for token in tree["added_tokens"]:
             token["special"] = True
         copy: Any = Tokenizer.from_str(json.dumps({**tree, "truncation": None, "padding": None}))
-        # The copy then finds no special token in a text, and all added ones are special.
+        # With this option no special token is found in a text. All added tokens were made special
+        # above; the mark is not special, so it is found.
         copy.encode_special_tokens = True
         copy.add_tokens([AddedToken(_MARK, special=False, normalized=False)])
         return copy, copy.token_to_id(_MARK)
@@ -262,18 +289,20 @@ def render_with_data(
     *,
     marks_thinking: bool = True,
 ) -> tuple[str, list[Span]]:
-    """Returns (text, spans): the rendered conversation, and spans in it that are data.
+    """Returns (text, spans): the rendered conversation, and the spans of data that spells special
+    tokens. There is one span for each such token: its first letter.
 
-    Each special token that data would become has its first letter in a span. The first
-    `num_trusted` messages are no data. The conversation is rendered with marks in the data and
-    without them: where the mark is in one text, the other has data in the form in which the
-    template writes it (trimmed, as JSON). Without `marks_thinking` the assistant's tags of thinking
-    stay special tokens. Raises TemplateError.
+    The first `num_trusted` messages are not data. The conversation is rendered without marks and
+    with marks in the data. The places of the marks show where the template has put the data, even
+    if it trims data or writes it as JSON. Without `marks_thinking` the `<think>` tags in the
+    assistant's messages stay special tokens. Raises TemplateError if the template refuses the
+    messages, or if the marks change more of the text than themselves.
     """
     trusted = messages[:num_trusted]
     rest = [_map_texts(message, without_surrogates) for message in messages[num_trusted:]]
     text = render_text([*trusted, *rest])
-    # Templates cut thinking out of a turn's text; a mark inside of its tags would hide it.
+    # The first try marks the thinking tags too. A template that cuts thinking out of a turn's text
+    # does not find marked tags and renders something else; then the second try leaves them out.
     for thinking in ((), _THINKING_TAGS) if marks_thinking else (_THINKING_TAGS,):
         marked = []
         for message in rest:
@@ -282,51 +311,54 @@ def render_with_data(
         if marked == rest:
             return text, []
         pieces = render_text([*trusted, *marked]).split(_MARK)
-        # Without its marks this must be the real rendering, or else the spans would be wrong.
+        # Apart from the marks both renderings must be equal, or else the spans would be wrong.
         if "".join(pieces) == text:
             return text, [(end - 1, end) for end in accumulate(map(len, pieces[:-1]))]
     raise TemplateError(
-        "the chat template looks into, or rewrites, a message that has the text of special "
-        "tokens in it"
+        "a message spells special tokens, and the chat template rewrites it or depends on its text"
     )
 
 
 def without_surrogates(text: str) -> str:
-    """Returns the text with lone surrogates replaced and surrogate pairs joined, as tokenizers need
-    it."""
+    """Returns valid Unicode, as tokenizers need it: surrogate pairs are joined, and single
+    surrogates are replaced."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
 @dataclass(frozen=True)
 class _HistoryRule:
-    """How the template treats earlier turns if messages of one kind follow."""
+    """How the template treats earlier turns when messages of one kind follow them."""
 
     end_text: str
-    """All text after a turn's own words, including the token that ends the turn."""
+    """The text after a turn's own words, up to and including the token that ends the turn."""
     end_token: str
+    """The text of the token that ends the turn."""
     end_id: int
     replaced_end: str | None
-    """The token that ends the last turn of a conversation, if it is a different token."""
+    """The text of the token that ends a turn as long as no messages follow; None if `end_token`
+    ends the turn then, too."""
     may_append: bool
-    """True if new messages can be appended to the sampled tokens: the template changes nothing in
-    earlier text but thinking."""
+    """True if new messages can be appended to the sampled tokens, because the template changes
+    nothing in the text before them, except that it may strip thinking."""
     strips_thinking: bool
+    """True if the template drops the thinking of a turn as soon as messages follow."""
 
     @property
     def note(self) -> str:
-        """Returns for the log how earlier turns are treated."""
+        """Returns the rule in words, for the log."""
         if not self.may_append:
             return "rewrites earlier turns"
         return "strips thinking" if self.strips_thinking else "keeps earlier turns"
 
 
 class ChatFormat:
-    """Makes prompts and the contexts of next turns in tokens, and parses the policy's turns.
+    """Encodes prompts and the contexts of later turns, and parses the policy's turns.
 
-    The next context is the last context, the tokens sampled after it, and the new messages as the
-    template writes them after a made-up turn of the assistant. Trials at the start find out whether
-    the template renders the whole conversation in the same way. Texts of tools, users and policies
-    are data: see PlainText. A prompt is encoded as in data/tokens.py.
+    The context of a later turn is the context before, the tokens sampled after it, and the new
+    messages as the template writes them after a made-up turn of the assistant. At the start, trial
+    conversations are rendered to find out whether the template would render the whole conversation
+    in the same way. Texts of tools, users and policies are data: see PlainText. The prompt of an
+    episode is encoded as in data/tokens.py.
     """
 
     def __init__(
@@ -337,8 +369,8 @@ class ChatFormat:
         environment: Literal["tools", "gym", "agent"],
         max_turns: int = _TRIAL_TURNS[0],
     ) -> None:
-        """`tools` are JSON schemas. The kind of environment says which messages are sure to follow
-        the policy's turns. `max_turns` is the most turns of an episode.
+        """`tools` are JSON schemas. The kind of `environment` determines which messages are certain
+        to follow the policy's turns. `max_turns` is the most turns of an episode.
 
         Raises ConfigError if the template cannot render these messages, or if it rewrites the
         history although the config wants to append to it.
@@ -348,11 +380,12 @@ class ChatFormat:
         self._num_trial_turns = min(max(max_turns, _TRIAL_TURNS[0]), _TRIAL_TURNS[1])
         self._plain = PlainText(tokenizer)
         self.max_token_chars = _MAX_COMPOSED * max(map(len, tokenizer.get_vocab()))
-        """A text with more than this many characters for each free token of the context cannot fit.
-        It is refused before it is tokenized."""
+        """The most characters that one token can stand for. A text with more characters than the
+        free tokens of the context can stand for is refused before it is tokenized."""
         self._render = partial(render, tokenizer)
         prompt = self._render(_TRIAL_PROMPT, tools)
-        # No error: a policy may know its tools from its training.
+        # Tools that the template does not show are no error: the policy may know them from its
+        # training.
         self._hidden_tools = [name for name in map(_tool_name, tools) if name not in prompt]
         self._trial_tool = _tool_name(tools[0]) if tools else "function"
         self._rules_by_tools: dict[str, _HistoryRule | TemplateError] = {}
@@ -369,13 +402,13 @@ class ChatFormat:
             reads_calls=environment != "gym",
         )
         self.parse = parser.parse
-        """Returns the message of a turn. Calls that do not parse are counted; nothing raises."""
+        """Returns the parsed message of a turn. Never raises; counts calls that do not parse."""
         if tools:
             self._check_calls(prompt, tools)
 
     @property
     def note(self) -> str:
-        """Returns for the log how the template treats earlier turns."""
+        """Returns a description for the log of how the template treats earlier turns."""
         notes = [f"{rule.note} before {_WORDS[kind]}" for kind, rule in self._rules.items()]
         notes = notes or ["is rendered anew for each turn"]
         if self._hidden_tools:
@@ -384,15 +417,17 @@ class ChatFormat:
         return f"the chat template {', '.join(notes)} (environment.history: {self._history})"
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns the tokens of a first prompt, with the generation prompt. Raises
-        TemplateError."""
-        # reset() may have added halves of surrogate pairs.
+        """Returns the tokens of an episode's prompt, including the generation prompt.
+
+        Raises TemplateError.
+        """
+        # An environment's reset() may have added single surrogates, which are not valid Unicode.
         return self._plain.encode(without_surrogates(self._render(messages, tools)))
 
     def whole_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Returns the tokens of an agent's conversation, with the generation prompt.
+        """Returns the tokens of an agent's whole conversation, including the generation prompt.
 
-        All texts of the conversation are data. Raises TemplateError.
+        All messages are data. Raises TemplateError.
         """
         text, data = self._render_with_data(complete(messages), tools, 0)
         return self._plain.encode(text, data)
@@ -408,18 +443,21 @@ class ChatFormat:
         `context_ids`.
 
         `context_ids` are the last context and the tokens sampled after it. `messages_so_far` are
-        all its messages; the last of them is the policy's turn. If the turn ended with another stop
-        token than the template's, the template's is appended. Raises TemplateError.
+        all messages in it; the last one is the policy's turn. If that turn ended with another stop
+        token than the template's, the template's token is appended. Raises TemplateError.
         """
         kind: Kind = "tool" if new_messages[0]["role"] == "tool" else "user"
         rule = self._rule(kind, tools)
+        # New messages are appended if the template changes nothing in earlier turns. If it only
+        # strips their thinking, `history: append` keeps the thinking.
         if (
             isinstance(rule, _HistoryRule)
             and rule.may_append
             and (self._history == "append" or not rule.strips_thinking)
         ):
             turn, *new_messages = complete([messages_so_far[-1], *new_messages])
-            # gpt-oss has the name of an answering tool only in the turn.
+            # gpt-oss's template takes the name of a result's tool from the call before it, so the
+            # made-up turn must call that tool.
             calls = turn.get("tool_calls") or [{}]
             called = calls[0].get("function", {}).get("name")
             name = str(new_messages[0].get("name") or called or self._trial_tool)
@@ -427,22 +465,23 @@ class ChatFormat:
             text, data = self._render_with_data(trial, tools, len(_TRIAL_PROMPT))
             begin = text.find(_SAID_WORD) + len(_SAID_WORD)
             end = begin + len(rule.end_text)
+            # The tokens from the end of the made-up turn on.
             ids = self._encode_from(end - len(rule.end_token), text, data)
             if text[begin:end] != rule.end_text or ids[:1] != [rule.end_id]:
                 raise TemplateError(
-                    "the chat template ends the assistant's turn otherwise before these messages"
+                    "the chat template ends the assistant's turn differently before these messages"
                 )
-            # The end of the turn is there, unless another stop token ended it.
+            # The context has the turn's end token already, unless another stop token ended it.
             ids = ids[1:] if context_ids[-1] == rule.end_id else ids
             return [*context_ids, *ids], True
-        # The template renders the whole conversation, of which the prompt is trusted.
+        # Otherwise the whole conversation is rendered. Its first messages, the prompt, are trusted.
         roles = [message["role"] for message in messages_so_far]
         num_prompt = roles.index("assistant") if "assistant" in roles else len(roles)
         messages = complete([*messages_so_far, *new_messages])
         text, data = self._render_with_data(messages, tools, num_prompt)
         context = decode(self._tokenizer, context_ids)
         if self._plain.is_special(context_ids[-1]) and text.startswith(context):
-            # The template rewrote nothing this time.
+            # The template rewrote nothing in this conversation, so the sampled tokens are kept.
             begin = len(context) - len(self._tokenizer.decode(context_ids[-1:]))
             return [*context_ids, *self._encode_from(begin, text, data)[1:]], True
         return self._plain.encode(text, data), False
@@ -450,22 +489,22 @@ class ChatFormat:
     def _render_with_data(
         self, messages: Sequence[Message], tools: Tools, num_trusted: int
     ) -> tuple[str, list[Span]]:
-        """Returns what `render_with_data` returns for this chat template. Raises TemplateError."""
+        """Calls `render_with_data` with this tokenizer and its chat template."""
         return render_with_data(
             self._plain, partial(self._render, tools=tools), messages, num_trusted
         )
 
     def _encode_from(self, begin: int, text: str, data: Sequence[Span]) -> list[int]:
-        """Returns the tokens of a text from a special token on; blanks behind that token may belong
-        to it."""
+        """Returns the tokens of `text[begin:]`, which must start with a special token, since blanks
+        after such a token may belong to it. `data` has spans of the whole text."""
         shifted = [(first - begin, last - begin) for first, last in data]
         return self._plain.encode(text[begin:], shifted)
 
-    # Trials at the start: what does the template do with earlier turns?
+    # Trial conversations: what does the template do with earlier turns?
 
     def _trial_pair(self, kind: Kind, tool_name: str | None = None) -> list[Message]:
-        """Returns a made-up turn, whose last word is _SAID_WORD, and the message that answers
-        it."""
+        """Returns a made-up turn, whose last word is _SAID_WORD, and a message of this kind that
+        answers it."""
         turn: Message = {"role": "assistant", "content": _SAID_WORD}
         answer: Message = {"role": kind, "content": _ANSWER_WORD}
         if kind == "tool":
@@ -476,9 +515,9 @@ class ChatFormat:
         return [turn, answer]
 
     def _try_kind(self, kind: Kind, tools: Tools, *, is_sure: bool) -> None:
-        """Finds the rule for messages of a kind.
+        """Finds the rule for messages of a kind and stores it in `_rules`.
 
-        Raises ConfigError if such messages are sure to come, and the template refuses them or
+        Raises ConfigError if such messages are certain to come, and the template refuses them or
         rewrites text that the config wants to keep.
         """
         rule = self._rule(kind, tools)
@@ -499,11 +538,13 @@ class ChatFormat:
             )
 
     def _rule(self, kind: Kind, tools: Tools) -> _HistoryRule | TemplateError:
-        """Returns the rule with these tools, or the error where the template refuses such messages.
+        """Returns the rule for messages of a kind in conversations with these tools, or the error
+        if the template refuses such messages.
 
-        An agent brings its own tools, and a template may move them to the last message.
+        The rule depends on the tools, since a template may write them into the last message. An
+        agent brings its own tools.
         """
-        # Trials take several renderings, so that their result is kept for each list of tools.
+        # A trial takes several renderings, so its result is cached for each list of tools.
         key = json.dumps([kind, [*tools]])
         if key not in self._rules_by_tools:
             try:
@@ -513,12 +554,13 @@ class ChatFormat:
         return self._rules_by_tools[key]
 
     def _try_history(self, kind: Kind, tools: Tools) -> _HistoryRule:
-        """Returns the rule for messages of a kind, from conversations of 0, 1, 2 and more turns.
+        """Finds the rule for messages of a kind, by rendering conversations of 0, 1, 2, ... turns.
 
-        Each rendered text should begin with the text of the shorter conversation. Raises
-        TemplateError where the template leaves a message out.
+        If the template rewrites nothing, each text begins with the text of the conversation that is
+        one turn shorter. Raises TemplateError if the template leaves out a message, or if the end
+        of a turn is not clear.
         """
-        # Equal turns: what differs between the texts is what the template makes of their places.
+        # All turns are equal, so differences between the texts depend on the turns' places alone.
         pair = self._trial_pair(kind)
         texts = [
             self._render([*_TRIAL_PROMPT, *pair * num], tools)
@@ -527,7 +569,8 @@ class ChatFormat:
         for num, text in enumerate(texts):
             if text.count(_SAID_WORD) != num or text.count(_ANSWER_WORD) != num:
                 raise TemplateError("it leaves out a message, or a part of one")
-        # The texts after the turn's own words, if nothing follows the turn and if messages do.
+        # What the template writes after a turn's own words: `alone` if no messages follow the turn,
+        # `followed` if messages do.
         turn, answer = pair
         alone = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
         alone = alone.partition(_SAID_WORD)[2]
@@ -535,7 +578,8 @@ class ChatFormat:
         plain = [_THINKING.sub("", text) for text in texts]
         rewrites = any(not longer.startswith(shorter) for shorter, longer in pairwise(plain))
         if not rewrites and not all(text.endswith(followed) for text in texts[1:]):
-            raise TemplateError("it writes the same messages in two ways")
+            raise TemplateError("it writes equal messages in two ways")
+        # A turn may have its thinking in a field, or as tags in its text.
         fields = {"reasoning_content": _THINKING_WORD, "thinking": _THINKING_WORD}
         thinking_turns = [{**turn, **fields}]
         if kind == "user":
@@ -543,9 +587,10 @@ class ChatFormat:
                 {**turn, "content": f"<think>\n{_THINKING_WORD}\n</think>\n\n{turn['content']}"}
             )
         alone_spans = self._ending_spans(alone)
-        # Phi-3 writes one more token where the conversation ends.
+        # The tokens after the turn that stay when messages follow. (Phi-3 writes one more token at
+        # the end of the conversation.)
         kept_spans = [span for span in alone_spans if followed.startswith(alone[: span[1]])]
-        # In GLM's template the first token of the next message ends a turn.
+        # GLM's template ends a turn by the first token of the next message.
         spans = kept_spans[-1:] or self._ending_spans(followed)[:1]
         if not spans:
             raise TemplateError("no special token ends the assistant's turn before them")
@@ -563,30 +608,33 @@ class ChatFormat:
         )
 
     def _ending_spans(self, text: str) -> list[tuple[int, int, int]]:
-        """Returns (begin, end, id) of the tokens with special=True, or of all added tokens if there
-        are none."""
+        """Returns (begin, end, id) of the tokens in a text that may end a turn.
+
+        They are the tokens with special=True, or all added tokens if the text has no such token.
+        """
         spans = self._plain.special_spans(text)
         tokens = self._tokenizer.added_tokens_decoder
         return [span for span in spans if tokens[span[2]].special] or spans
 
     def _strips(self, turn: Message, answer: Message, tools: Tools) -> bool:
-        """Returns whether thinking in the last turn disappears as soon as messages follow."""
+        """Returns whether the template drops the thinking in `turn` as soon as `answer` follows."""
         try:
             alone = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
+            # The template never writes the thinking in this form.
             if _THINKING_WORD not in f"{alone}{turn['content']}":
                 return False
             return _THINKING_WORD not in self._render([*_TRIAL_PROMPT, turn, answer], tools)
         except TemplateError:
-            # gpt-oss refuses markup in a turn's text.
+            # gpt-oss's template refuses tags in a turn's text.
             return False
 
-    # What the parser of turns needs.
+    # Set-up of the parser for turns.
 
     def _anchors(self, prompt: str, tools: Tools) -> list[str]:
-        """Returns the texts after which a turn begins.
+        """Returns the texts after which a turn begins: the generation prompt, or, if the template
+        has none, the different ends of the messages before a turn.
 
-        There is one text, the generation prompt, or the ends of the last messages where the
-        template has no generation prompt.
+        They end before a `<think>` tag, since the parser reads the tag as part of the turn.
         """
         bare = self._render(_TRIAL_PROMPT, tools, generate=False)
         if prompt.startswith(bare) and prompt != bare:
@@ -602,13 +650,13 @@ class ChatFormat:
         return [*anchors] or [prompt]
 
     def _check_calls(self, prompt: str, tools: Tools) -> None:
-        """Checks that the parser reads back a call as the template writes it.
+        """Raises ConfigError if the parser does not read back a call that the template writes.
 
-        Raises ConfigError if it does not, as where the format of calls is unknown.
+        That happens if the template's format of calls is unknown.
         """
         turn = self._trial_pair("tool")[0]
         text = self._render([*_TRIAL_PROMPT, turn], tools, generate=False)
-        # Compared letter by letter, which is what is wanted here.
+        # commonprefix compares characters and not path components, as is wanted here.
         written = text.removeprefix(commonprefix([prompt, text]))  # noqa: RUF071
         parsed = self.parse(self._plain.encode(written), self._plain.encode(prompt), ())
         functions = [call["function"] for call in parsed.message.get("tool_calls", [])]
@@ -621,10 +669,10 @@ class ChatFormat:
 
 
 def complete(messages: Sequence[Message]) -> list[Message]:
-    """Returns the messages with ids for calls that have none, and with the same ids in the calls'
-    results.
+    """Returns the messages with an id in each tool call, and with that id in the call's result.
 
-    Contents of tool results that are neither text nor lists of blocks become text.
+    Ids that are there already stay. The content of a tool result that is neither text nor a list of
+    blocks becomes text.
     """
     completed: list[Message] = []
     ids: list[str] = []
@@ -649,14 +697,14 @@ def _tool_name(tool: Mapping[str, Any]) -> str:
 
 
 def _call_id(number: int) -> str:
-    # Mistral's templates insist on nine letters and digits.
+    # Mistral's templates insist on ids of exactly nine letters and digits.
     return f"call{number:05d}"
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a message in which `change` has replaced each string, except roles and field names.
+    """Returns a message in which `change` was applied to each string, in order.
 
-    The strings are visited in order.
+    Roles, types and the names in _FIELDS stay as they are.
     """
     if isinstance(value, str):
         return change(value)
@@ -673,4 +721,5 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _cut(text: str, cuts: Sequence[int]) -> list[str]:
+    """Returns the pieces of a text that is cut at these character indices."""
     return [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]

@@ -3,9 +3,9 @@
 The tree decides the context of each turn and which tokens are trained on. An agent sends whole
 conversations, in any order and several at a time. A request that continues an earlier turn becomes
 a child of that turn: its context is the earlier turn's tokens, as they were sampled, followed by
-the ids of the new messages. Sampled tokens are never made from text again. A request that continues
-no turn is the root of a new tree. A *segment* is a path from a root to a leaf. A turn that several
-segments share is trained on in the first segment and is context in the others.
+the ids of the new messages. The text of sampled tokens is never encoded again. A request that
+continues no turn becomes the root of a new tree. A *segment* is a path from a root to a leaf. A
+turn that several segments share is trained on in the first segment and is context in the others.
 
 The result does not depend on the order of independent requests: an agent that asks for three turns
 at once gets the same turns, and the same segments, at the same seed.
@@ -44,26 +44,29 @@ class TurnAnswer:
 
 @dataclass(eq=False)
 class TreeTurn:
-    """A node of the tree: the new context after the parent's tokens, and the sampled tokens."""
+    """A node of the tree: one turn, with its sampled tokens and the context since its parent."""
 
     parent: TreeTurn | None
     new_ids: list[int]
+    """The tokens of the context that follow all tokens of the parent."""
     messages: list[Message]
-    """The messages of the request; the answer follows when there is one."""
+    """The messages of the request, and after them the sampled message once there is one."""
     policy_messages: frozenset[int]
     """The indices of the messages that the policy wrote."""
     tools: Tools
     num_first_messages: int
     """The number of messages in the request that began the conversation."""
     num_prompt_tokens: int
-    """The tokens of the conversation that do not count against `max_tokens`."""
+    """The number of the conversation's prompt tokens, which do not count against `max_tokens` of
+    the episode's limits."""
     key: str = ""
     """A key for the turn's seed that does not depend on the order of requests."""
     completion: Completion | None = None
     max_tokens: int = 0
-    """The most tokens to sample, which are reserved until the turn is there."""
+    """The most tokens that the turn may sample. Until it is finished, all of them count against the
+    limits."""
     requested_tokens: int | None = None
-    """The agent's own limit of tokens."""
+    """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
     path: list[TreeTurn] = field(default_factory=list)
     """The turns from the root to this turn."""
@@ -73,7 +76,7 @@ class TreeTurn:
 
     @property
     def is_cut_off(self) -> bool:
-        """Returns whether a limit ended the turn, and not the agent's own limit."""
+        """Returns whether one of the run's limits ended the turn, and not the agent's own limit."""
         completion = self.completion
         if completion is None or completion.finish_reason != "length":
             return False
@@ -85,12 +88,12 @@ class TreeTurn:
 
     @property
     def context_ids(self) -> list[int]:
-        """Returns the tokens that the turn is sampled after."""
+        """Returns all tokens before the sampled ones."""
         ids = self.token_ids()
         return ids[: len(ids) - len(self.sampled_ids)]
 
     def token_ids(self) -> list[int]:
-        """Returns all tokens from the prompt on, including the sampled ones."""
+        """Returns all tokens of the conversation up to this turn, including its sampled ones."""
         ids: list[int] = []
         for turn in self.path:
             ids += turn.new_ids
@@ -117,8 +120,9 @@ class ConversationTree:
     def status(self) -> str:
         """Returns the episode's status, as far as the tree knows it.
 
-        It is the limit that refused a turn; or "truncated" where the longest conversation ends in a
-        turn that was cut off; otherwise "ok".
+        If a limit refused a turn and no turn was begun since, it is the status for that limit.
+        Otherwise it is "truncated" if the longest conversation ends in a turn that was cut off, and
+        else "ok".
         """
         longest_leaf = _longest(self._leaves())
         cut_off = longest_leaf is not None and longest_leaf.is_cut_off
@@ -129,9 +133,8 @@ class ConversationTree:
     ) -> TreeTurn:
         """Returns the turn to sample for a request.
 
-        Messages are as read_request returns them. `max_tokens` is the agent's own limit. Raises
-        ApiError where a limit leaves no room for a turn, and where the template refuses the
-        messages.
+        `messages` are as read_request returns them. `max_tokens` is the agent's own limit. Raises
+        ApiError if a limit leaves no room for a turn, or if the template refuses the messages.
         """
         if len(self._turns) >= self._limits.max_turns:
             raise self._limit_error(
@@ -144,12 +147,12 @@ class ConversationTree:
         turn = self._new_turn(messages, tools)
         context_ids = turn.token_ids()
         room = self._room(turn, len(context_ids))
-        # The reservation counts at once, so that turns sampled at the same time cannot overrun a
-        # limit.
+        # These tokens count against the limits from now on, so that turns that are sampled at the
+        # same time cannot exceed a limit together.
         turn.max_tokens = min(room, max_tokens or room)
         turn.requested_tokens = max_tokens
-        # The seed's key depends on the context alone, and not on the order of the requests. Equal
-        # contexts are numbered, and their turns are interchangeable.
+        # The key depends on the context alone, and not on the order of the requests. Turns with
+        # equal contexts are numbered; it does not matter which of them has which number.
         digest = hashlib.blake2b(np.asarray(context_ids, np.int64).tobytes(), digest_size=8)
         turn.key = f"{digest.hexdigest()}.{self._num_equal_contexts[digest.digest()]}"
         self._num_equal_contexts[digest.digest()] += 1
@@ -163,15 +166,14 @@ class ConversationTree:
     def finish(self, turn: TreeTurn, completion: Completion) -> TurnAnswer:
         """Stores what was sampled for a turn and returns the answer for the agent.
 
-        A turn that was cut off has no calls: they may be incomplete.
+        A turn that was cut off gets no tool calls, because they may be incomplete.
         """
         assert turn.completion is None, f"turn {turn.key} has its completion"
         context_ids = turn.token_ids()
         parsed = self._chat.parse(completion.token_ids, context_ids, turn.tools)
-        # The calls of a turn that was cut off may be incomplete, so only a finished turn has calls.
         is_finished = completion.finish_reason == "stop"
         message = dict(parsed.message)
-        # Templates and clients could not read the other calls.
+        # Calls with deep or huge arguments are left out: templates and clients could not read them.
         calls = [
             {**call, "id": _call_id(turn.key, number)}
             for number, call in enumerate(filter(is_plain, message.pop("tool_calls", ())))
@@ -194,10 +196,12 @@ class ConversationTree:
     def completion(
         self, rewards: dict[str, float | str | None], calls_s: list[float]
     ) -> Completion:
-        """Returns the finished turns as an episode, segment after segment.
+        """Returns the completion of the episode: the sampled tokens of all finished turns, segment
+        after segment.
 
-        Its messages are those of the longest conversation, without those of its first request. A
-        turn whose client had disconnected is not in it.
+        The episode's messages are those of the longest conversation; the messages of that
+        conversation's first request are its `opening`. A turn whose client disconnected before it
+        was sampled is left out, because it was never finished.
         """
         token_ids: list[int] = []
         logprobs: list[float] = []
@@ -255,22 +259,22 @@ class ConversationTree:
         policy_messages = frozenset[int]()
         if parent is not None:
             policy_messages = parent.policy_messages
-            # The stored messages replace the received ones: they have the thinking that agents
-            # drop.
+            # The stored messages replace the received ones, from which agents drop the thinking.
             messages = [*parent.messages, *messages[len(parent.messages) :]]
         try:
             # The tokens decide which turn is the parent in the tree; the messages only suggest one.
             ids, continues = self._context_ids(parent, messages, tools)
         except TemplateError as error:
             raise ApiError(400, "invalid_messages", str(error)) from None
-        # The text of a conversation may tokenize to what an earlier turn has sampled.
+        # A conversation that was encoded anew may still begin with the tokens of an earlier turn.
         prefix = parent if continues else self._longest_prefix(ids)
         if prefix is not None:
             ids = ids[len(prefix.token_ids()) :]
             num_first = min(prefix.num_first_messages, len(messages))
             num_prompt = prefix.num_prompt_tokens
         elif parent is not None:
-            # The template has rewritten the conversation: it gets no new allowance.
+            # The template has rewritten a conversation that goes on. Its tokens so far still count
+            # against `max_tokens`.
             num_first = parent.num_first_messages
             num_prompt = min(parent.num_prompt_tokens, len(ids))
         else:
@@ -289,20 +293,24 @@ class ConversationTree:
     def _context_ids(
         self, parent: TreeTurn | None, messages: list[Message], tools: Tools
     ) -> tuple[list[int], bool]:
-        """Returns (tokens, continues): a conversation's tokens, and whether they continue those
-        of `parent`."""
+        """Returns (tokens, continues): the tokens of a conversation's messages, and True if they
+        are known to begin with all tokens of `parent`."""
         if parent is None or parent.completion is None:
             return self._chat.whole_ids(messages, tools), False
         new_messages = messages[len(parent.messages) :]
         roles = {message["role"] for message in new_messages}
-        # After a turn that was cut off, the template has to write more than new messages.
+        # New messages cannot be appended to a turn that was cut off, nor if they have other roles:
+        # the whole conversation is rendered and encoded.
         if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
             return self._chat.whole_ids(messages, tools), False
         # The sampled ids of the parent are kept; only the new messages are encoded.
         return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
 
     def _room(self, turn: TreeTurn, length: int) -> int:
-        """Returns the room for a turn after a context of `length` tokens. Raises ApiError."""
+        """Returns the most tokens that a turn may sample after a context of `length` tokens.
+
+        Raises ApiError if a limit leaves none.
+        """
         room = self._limits.max_model_len - length
         if room < 1:
             raise self._too_long_error(str(length))
@@ -312,7 +320,8 @@ class ConversationTree:
                 "episode_max_tokens",
                 f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
             )
-        # This turn extends its parent's segment; all other segments keep their tokens.
+        # The tokens of all segments but the one that this turn extends. A leaf that is still being
+        # sampled counts with all tokens that it may sample.
         num_other_tokens = sum(
             len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
             for leaf in self._turns
@@ -328,8 +337,10 @@ class ConversationTree:
         return min(room, conversation_room, session_room)
 
     def _earlier_turn(self, messages: list[Message], tools: Tools) -> TreeTurn | None:
-        """Returns the last turn that a conversation contains; among several, one without a
-        child."""
+        """Returns the finished turn with the most messages that begins the conversation, or None.
+
+        Among several such turns, one without a child is preferred.
+        """
         candidates = [
             turn
             for turn in self._turns
@@ -337,7 +348,7 @@ class ConversationTree:
             and len(turn.messages) < len(messages)
             and turn.tools == tools
             and all(
-                _is_same(message, messages[i], is_policys=i in turn.policy_messages)
+                _is_same(message, messages[i], is_sampled=i in turn.policy_messages)
                 for i, message in enumerate(turn.messages)
             )
         ]
@@ -346,8 +357,9 @@ class ConversationTree:
         )
 
     def _longest_prefix(self, ids: list[int]) -> TreeTurn | None:
-        """Returns the finished turn with the most tokens that `ids` begin with."""
-        # Tokens decide, not text: sampled tokens may differ from those that their text gives.
+        """Returns the finished turn with the most tokens with which `ids` begin, or None."""
+        # Tokens are compared, not texts: a policy may sample other tokens than the tokenizer gives
+        # for the same text.
         candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
         return max(
             candidates,
@@ -363,12 +375,13 @@ class ConversationTree:
         )
 
     def _limit_error(self, code: str, rule: str) -> ApiError:
+        """Returns the error for a turn that a limit refuses, and notes the episode's status."""
         self._refused_status = self._refused_status or LIMITS[code]
         return ApiError(400, code, f"{rule}: return the reward")
 
 
 def _call_id(turn_key: str, number: int) -> str:
-    # Nine letters and digits: every template that writes ids down accepts them.
+    # Nine letters and digits: every template that writes ids accepts such an id.
     return hashlib.blake2b(f"{turn_key}.{number}".encode()).hexdigest()[:9]
 
 
@@ -376,17 +389,17 @@ def _longest(leaves: Sequence[TreeTurn]) -> TreeTurn | None:
     return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
 
 
-def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
+def _is_same(stored: Message, received: Message, *, is_sampled: bool) -> bool:
     """Returns whether a client sent back the stored message.
 
-    The ids of calls, and the thinking in the policy's messages, may be missing; if they are there,
-    they must be equal.
+    The received message may lack the ids of calls and, if the policy sampled it, the thinking. If
+    they are there, they must be equal to the stored ones.
     """
     known_calls = stored.get("tool_calls") or []
     calls = received.get("tool_calls") or []
     if len(calls) != len(known_calls):
         return False
-    thinking = {"reasoning_content": stored.get("reasoning_content")} if is_policys else {}
+    thinking = {"reasoning_content": stored.get("reasoning_content")} if is_sampled else {}
     calls = [
         {"id": known_call.get("id"), **call}
         for known_call, call in zip(known_calls, calls, strict=True)
@@ -395,7 +408,7 @@ def _is_same(stored: Message, received: Message, *, is_policys: bool) -> bool:
 
 
 def _comparable(message: Message) -> Message:
-    """Returns what must be equal in equal messages: no empty fields, and calls in one form."""
+    """Returns a message in a form that `==` can compare: without empty fields, calls as tuples."""
     calls = [
         (call.get("id"), call["function"]["name"], _canonical(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
@@ -404,10 +417,10 @@ def _comparable(message: Message) -> Message:
 
 
 def _canonical(arguments: Any) -> str:
-    """Returns one text for all forms of the same arguments.
+    """Returns the arguments of a call as JSON text, the same for a dict and for its JSON text.
 
-    NaN is not equal to itself, so values cannot be compared; arguments that are no dict stay text
-    in requests.
+    Texts are compared because NaN is not equal to itself. In requests, arguments that are no JSON
+    object are text.
     """
     if isinstance(arguments, str):
         with suppress(ValueError, RecursionError):

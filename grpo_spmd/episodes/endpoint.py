@@ -1,10 +1,10 @@
-"""This module is the OpenAI-compatible HTTP server that agents ask for turns.
+"""This module is the OpenAI-compatible HTTP server from which agents request turns.
 
 It listens on loopback, in a thread of the rank. It knows neither engine nor tokenizer: a request
-waits here until the rank has taken and answered it. Every process on the node can connect, so each
-session has a token, and everything that a stranger could make large or slow has a bound. While the
-engine is busy, a waiting client gets `100 Continue` repeatedly, so that its own timeout does not
-run out.
+waits here until the rank takes and answers it. Each agent has a *session*, with an address and a
+token of its own. Every process on the node can connect, so everything that a *stranger* (a client
+that has not shown a session's token) could make large or slow has a bound. While the engine is
+busy, a waiting client gets `100 Continue` repeatedly, so that its own timeout does not run out.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 _MAX_HELD_BYTES = 512 << 20
 _MAX_BODY_BYTES = 16 << 20
 _MAX_HEADER_BYTES = 32 << 10
-# Seconds between two requests of a connection.
+# The most seconds between two requests on one connection.
 _IDLE_S = 90
 _BACKLOG = 1024
 _PATH = re.compile(r"/sessions/([0-9a-f]{16})/v1/(chat/completions|models)/?")
@@ -61,30 +61,32 @@ _SESSION_ENDED = ApiError(
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """A request that waits for its turn."""
+    """An agent's request that waits for the policy's turn."""
 
     conversation: ConversationId
     request: ChatRequest
     session: _Session = field(repr=False)
     reply: asyncio.Future[web.Response | ApiError] = field(repr=False)
-    """The future of the answer; only the server's thread may touch it."""
+    """The future of the answer; only the server's thread may set it or wait for it."""
 
     @property
     def is_over(self) -> bool:
-        """Returns whether the client has disconnected or the session has ended, so that nobody
-        waits."""
-        # The server's thread may not have refused the calls of an ended session yet.
+        """Returns whether nobody waits for the answer, because the client has disconnected or the
+        session has ended."""
+        # Both are checked: the server's thread refuses an ended session's calls a moment later.
         return self.session.has_ended or self.reply.done()
 
 
 @dataclass(eq=False)
 class _Session:
+    """One agent's access to the endpoint, for one conversation."""
+
     conversation: ConversationId
     token: bytes
     has_ended: bool = False
     waiting: dict[Call, None] = field(default_factory=dict)
-    # The seconds in which some request waited: (sum of finished waits, start of the current wait).
-    # One tuple, so that the rank's thread never reads half of a change.
+    # The time in which at least one request waited: (seconds of finished waits, start of the
+    # current wait). One tuple, so that the rank's thread never sees one of the two changed alone.
     waited: tuple[float, float | None] = (0.0, None)
 
     def update_waited(self) -> None:
@@ -97,12 +99,16 @@ class _Session:
 
 
 class _Connection(web.RequestHandler):
-    """The connection of one client: aiohttp's, with a deadline for the first request head."""
+    """The connection of one client.
+
+    It adds to aiohttp's connection a deadline for the head of the first request, and short answers
+    to malformed requests.
+    """
 
     def __init__(self, endpoint: Endpoint, server: web.Server, **options: Any) -> None:
         loop = asyncio.get_running_loop()
         super().__init__(server, loop=loop, **options)
-        # True when the client has named a session and its token.
+        # True after the client has named a session and shown its token.
         self.is_known = False
         self._endpoint = endpoint
         error = _too_slow(endpoint.request_s)
@@ -110,7 +116,8 @@ class _Connection(web.RequestHandler):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        # A drained write has then left this process, so that slow readers are detected.
+        # With this limit a write is done only when its data has left this process, so that slow
+        # readers are detected.
         transport.set_write_buffer_limits(high=0)
         if not self._endpoint.admit(self):
             self._refuse(_BUSY)
@@ -127,15 +134,16 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
+        """Returns the answer to a request that aiohttp could not read or handle."""
         if status != 400:
             return super().handle_error(request, status, exc, message)
-        # aiohttp would log a traceback for each malformed request, which any process can send.
+        # aiohttp would log a traceback for each malformed request, and any process can send those.
         self.deadline.cancel()
-        rule = f"this is not a request of HTTP/1.1, with {_MAX_HEADER_BYTES} bytes a header at most"
+        rule = f"this is no HTTP/1.1 request with headers of at most {_MAX_HEADER_BYTES} bytes each"
         return _error_response(ApiError(400, "bad_http", rule), closes=True)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers with an error before there is a request, and closes the connection."""
+        """Sends an error before a request was read, and closes the connection."""
         if self.transport is not None:
             body = error_body(error)
             head = (
@@ -155,9 +163,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     max_waiting = 64
     """The most requests of one session at a time."""
     request_s: float = 30
-    """The bound for the arrival of a request, and for the reading of an answer."""
+    """The most seconds for a request to arrive, and for a client to read its answer."""
     beat_s: float = 15
-    """The time between two interim answers."""
+    """The time between two interim answers (`100 Continue`) to a waiting client."""
 
     def __init__(self) -> None:
         """Starts the server."""
@@ -165,7 +173,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
         self._calls: deque[Call] = deque()
-        # In the order of arrival, the oldest first. The server's thread alone uses it.
+        # The open connections, the oldest first. Only the server's thread uses it.
         self.connections: dict[_Connection, None] = {}
         self._held_bytes = 0
         self._warned: set[str] = set()
@@ -173,7 +181,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/sessions"
         self._loop = asyncio.new_event_loop()
-        # Set in the loop's thread alone, as asyncio's objects are not safe for threads.
+        # Only the loop's thread sets it, as asyncio's objects are not thread-safe.
         self._is_stopping = asyncio.Event()
         self._thread = threading.Thread(
             target=self._loop.run_until_complete,
@@ -193,7 +201,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         os.close(self._wakeup_write)
 
     def fileno(self) -> int:
-        """Returns a file that is readable when `take` has calls to return."""
+        """Returns a file descriptor that is readable when `take` has calls to return."""
         return self._wakeup_read
 
     def open(self, conversation: ConversationId) -> dict[str, str]:
@@ -206,7 +214,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return {"base_url": f"{self._url}/{name}/v1", "api_key": token, "model": MODEL}
 
     def close(self, conversation: ConversationId) -> None:
-        """Ends the session, if it is open: its waiting and later requests get status 404."""
+        """Ends the session if it is open: its waiting requests and later ones get status 404."""
         name = self._names.pop(conversation, None)
         if name is not None:
             session = self._sessions.pop(name)
@@ -214,8 +222,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
             self._call_in_thread(_refuse_waiting, session)
 
     def take(self) -> list[Call]:
-        """Returns the requests that came since the last call, in the order of arrival."""
-        # If the thread has died, no request would ever come, and the rank would wait for ever.
+        """Returns the requests that arrived since the last call of `take`, in order of arrival.
+
+        Requests that nobody waits for any more are left out.
+        """
+        # If the thread has died, no request would ever arrive, and the rank would wait for ever.
         if not self._thread.is_alive():
             raise RuntimeError("the thread of the agents' endpoint has ended")
         with suppress(BlockingIOError):
@@ -245,7 +256,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     def engine_s(self, conversation: ConversationId) -> float:
         """Returns the seconds in which requests of an open session waited for the engine.
 
-        It is not counted against the agent's time limit.
+        This time does not count against the agent's time limit.
         """
         name = self._names.get(conversation)
         if name is None:
@@ -261,9 +272,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     # The methods below run in the server's own thread.
 
     async def _serve(self) -> None:
+        """Runs the server until `__exit__` stops it."""
         # With handler_cancellation aiohttp (3.14) cancels a handler as soon as its client leaves.
         server = web.Server(self._handle, handler_cancellation=True)
-        # Compressed bodies stay as they are sent: they are refused as no JSON, and cannot explode.
+        # Compressed bodies are not decompressed, so they cannot fill the memory; they are refused
+        # because they are not JSON.
         listener = await self._loop.create_server(
             lambda: _Connection(
                 self,
@@ -280,7 +293,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
         await self._is_stopping.wait()
         listener.close()
-        # One turn of the loop lets connections that were accepted begin.
+        # One pass of the event loop, so that connections that were just accepted are in the list.
         await asyncio.sleep(0)
         for connection in server.connections:
             _abort(connection)
@@ -291,10 +304,10 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, connection: _Connection) -> bool:
-        """Accepts a new connection. Runs in the server's thread.
+        """Accepts a new connection, or returns False if it must be refused.
 
-        Where there are too many, aborts the oldest one whose client has shown no token, or returns
-        False if all have shown one.
+        If there are too many connections, the oldest one of a stranger is aborted; without
+        strangers the new connection must be refused. Runs in the server's thread.
         """
         strangers = [old for old in self.connections if not old.is_known]
         if len(self.connections) >= self.max_connections or len(strangers) >= self.max_strangers:
@@ -306,10 +319,12 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return True
 
     async def _handle(self, request: web.BaseRequest) -> web.Response:
+        """Answers one request. aiohttp calls this as soon as the request's head was read."""
         connection = request.protocol
         assert isinstance(connection, _Connection)
         connection.deadline.cancel()
-        # After a request that was not read whole, nothing on this connection can be trusted.
+        # The rest of a body that was not read would be taken for the next request, so the
+        # connection is closed unless the body was read completely.
         closes = True
         try:
             # The session and token are checked before any byte of the body is read.
@@ -343,10 +358,10 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         session = self._sessions.get(name)
         if session is None:
             raise _SESSION_ENDED
-        # Several headers are no token.
+        # Several headers are joined, so that they match no token.
         credentials = ", ".join(request.headers.getall("Authorization", []))
         scheme, _, token = credentials.partition(" ")
-        # Bytes beyond UTF-8 come as surrogates.
+        # aiohttp gives bytes that are not UTF-8 as surrogates.
         token_bytes = token.strip().encode(errors="surrogateescape")
         if scheme.lower() != "bearer" or not hmac.compare_digest(session.token, token_bytes):
             raise ApiError(401, "invalid_api_key", "the api key is not this session's")
@@ -360,18 +375,21 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 "a body must come with its Content-Length, and not in chunks",
             )
         if (request.content_length or 0) > _MAX_BODY_BYTES:
-            raise ApiError(413, "body_too_large", f"a body may have {_MAX_BODY_BYTES} bytes")
+            raise ApiError(413, "body_too_large", f"a body has at most {_MAX_BODY_BYTES} bytes")
         return session
 
     async def _read_body(self, request: web.BaseRequest, body: bytearray) -> None:
-        """Appends the body to `body`. Raises ApiError if it is too slow, or if the bodies of all
-        requests together are too large."""
+        """Reads the request's body and appends it to `body`.
+
+        Raises ApiError if it arrives too slowly, or if the bodies of all requests together are too
+        large.
+        """
         # A client that asks for "100-continue" sends its body only after an interim answer.
         if request.content_length and request.headers.get("Expect", "").lower() == "100-continue":
             _tell_to_wait(request)
         try:
             async with asyncio.timeout(self.request_s):
-                # Counted as it comes: a client may announce a body that it never sends.
+                # Bytes are counted as they arrive: a client may announce a body and never send it.
                 async for chunk in request.content.iter_any():
                     if self._held_bytes + len(chunk) > _MAX_HELD_BYTES:
                         raise _BUSY
@@ -390,19 +408,19 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         chat_request = read_request(body)
         for name in set(chat_request.ignored) - self._warned:
             self._warned.add(name)
-            _log.warning("an agent's `%s` is ignored: turns are sampled as `rollout` says", name)
+            _log.warning("an agent's `%s` is ignored: the run's config sets how to sample", name)
         if session.has_ended:
             raise _SESSION_ENDED
         if len(session.waiting) >= self.max_waiting:
             raise ApiError(
                 429, "busy", f"{self.max_waiting} requests of this session wait already; try again"
             )
-        # The rank's thread takes calls out of this queue, and is woken by a byte in the pipe.
+        # The rank's thread takes calls out of this queue; a byte in the pipe wakes it up.
         call = Call(session.conversation, chat_request, session, self._loop.create_future())
         session.waiting[call] = None
         session.update_waited()
         self._calls.append(call)
-        # The pipe is full, so it is readable.
+        # If the pipe is full, the rank's thread is already going to wake up.
         with suppress(BlockingIOError):
             os.write(self._wakeup_write, b"\0")
         try:
@@ -420,9 +438,9 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return reply
 
     async def _send(self, request: web.BaseRequest, response: web.Response) -> None:
-        """Sends an answer; a client that does not read it in time loses its connection."""
+        """Sends an answer. Aborts the connection of a client that does not read it in time."""
         try:
-            # aiohttp itself would wait for a slow reader without end.
+            # aiohttp itself would wait for a slow reader for ever.
             async with asyncio.timeout(self.request_s):
                 await response.prepare(request)
                 await response.write_eof()
@@ -452,7 +470,10 @@ def _too_slow(request_s: float) -> ApiError:
 
 
 def _tell_to_wait(request: web.BaseRequest) -> None:
-    """Sends an interim answer, which restarts the client's read timeout; HTTP/1.0 has none."""
+    """Sends an interim answer (`100 Continue`), which restarts the client's read timeout.
+
+    HTTP/1.0 has no interim answers, so such a client gets none.
+    """
     if request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(_CONTINUE)
 

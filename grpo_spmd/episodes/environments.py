@@ -1,9 +1,9 @@
-"""This module opens all that the episodes of a run need, and reads the rewards that environments
-gave.
+"""This module sets up what the episodes of a run need, and reads the rewards of environments.
 
 An episode is one conversation of the policy with an environment. `Environments` owns the processes
 in which environments run, the chat format and the limits of episodes. `EnvironmentScorer` is one of
-the run's scorers (rewards/scorers.py): it takes the environments' rewards out of finished episodes.
+the run's scorers (rewards/scorers.py): it reads the rewards that environments have given to
+finished episodes.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ _log = logging.getLogger("grpo_spmd")
 
 @dataclass(frozen=True)
 class EnvironmentScorer:
-    """Reads the rewards of environments out of the episodes, without any communication."""
+    """Reads the rewards of environments from finished episodes, without any communication."""
 
     names: Collection[str]
     """The names of the rewards that the environments give."""
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Returns the environments' rewards alone, without texts and sums. Not collective.
+        """Returns the environments' rewards by name; the texts and sums of the result are empty.
 
-        `scored`, which other scorers read, is not used.
+        Not collective. `scored` is not used; other scorers need it.
         """
         episodes = [completion.episode for group in groups for completion in group.completions]
         columns = [RewardColumn(name, len(episodes)) for name in self.names]
@@ -57,7 +57,7 @@ class EnvironmentScorer:
             for number, episode in enumerate(episodes):
                 value = None if episode is None else episode.rewards.get(column.name)
                 if isinstance(value, str):
-                    # What is wrong with the reward that the environment gave.
+                    # A string says why the environment's reward is unusable.
                     column.fail(number, value)
                 elif value is not None:
                     column.give(number, value)
@@ -67,8 +67,8 @@ class EnvironmentScorer:
 class Environments:
     """Holds the environments of one rank, with their processes and the chat format.
 
-    Only the first rank of an engine starts processes. The other ranks of the engine sample what the
-    first rank tells them.
+    Only the first rank of an engine starts processes. The other ranks of the engine sample the
+    turns that the first rank requests.
     """
 
     def __init__(
@@ -83,19 +83,21 @@ class Environments:
         secrets: Collection[str] = (),
     ) -> None:
         """`loaded` are the reward functions of `rewards`. What environments print goes to
-        `log_file`; if it is None, nothing is started. `check` and `secrets` are as in ProcessPool.
+        `log_file`; a rank that shall start no processes has None there. `check` and `secrets` are
+        as in ProcessPool.
 
-        Raises ConfigError for a file that cannot be imported and for an unsuitable chat template.
+        Raises ConfigError for a file that cannot be imported, and for an unsuitable chat template.
         """
         self._config = config
         self._limits = limits
         self.other_rewards: list[RewardConfig] = []
         """The rewards that a reward pool computes."""
         self.looking_rewards: list[RewardConfig] = []
-        """The rewards that look at environments; they run in the environments' processes."""
+        """The rewards whose functions take `environments`; they run in the environments'
+        processes."""
         self.weights: dict[str, float] = {}
         """The weights of all rewards by name, in the order in which they are summed."""
-        # A reward that looks at environments can only run in the process that has them.
+        # Only an environment's own process can pass the environment to a reward function.
         names = set[str]()
         for reward, function in zip(rewards, loaded, strict=True):
             self.weights[function.name] = function.weight
@@ -111,7 +113,7 @@ class Environments:
         """The scorer of the rewards that environments give."""
         if log_file is None:
             return
-        # The pool has processes already, so a failure below must end them.
+        # The pool starts processes, so a failure below must end them.
         pool = EnvironmentPool(config, self.looking_rewards, log_file, check=check, secrets=secrets)
         with ExitStack() as stack:
             stack.callback(pool.close)
@@ -136,7 +138,7 @@ class Environments:
             self._opened = stack.pop_all()
         self._pool = pool
         self.scorer = EnvironmentScorer(list(facts.weights))
-        # Order of the sum: rewards of the config keep their places; the environments' own follow.
+        # Rewards are summed in this order: first those of the config, then the environments' own.
         self.weights |= facts.weights
         doctor.describe_waiting_with(pool.where)
 
@@ -145,10 +147,10 @@ class Environments:
         self._opened.close()
 
     def statuses(self, groups: Sequence[RolloutGroup]) -> dict[str, Counter[str]]:
-        """Returns {"(environment)": number of episodes by status of rewards}.
+        """Returns {"(environment)": number of episodes by status}.
 
-        The statuses are "ok", "error" and "timeout". The caller stops an evaluation in which too
-        many failed (check_error_rate).
+        The statuses are those of rewards: "ok", "error" and "timeout". With them the caller stops
+        an evaluation in which too many environments failed (check_error_rate).
         """
         words = {"env_error": "error", "env_timeout": "timeout"}
         statuses = Counter(
@@ -173,12 +175,14 @@ class Environments:
         """Collective. Samples an episode for each conversation.
 
         Returns a dict from job to a list that holds one list with one completion for each
-        conversation, as RolloutEngine.generate_shared does. The first rank of an engine has all
-        jobs of the engine, the other ranks have none.
+        conversation, as RolloutEngine.generate_shared does. The first rank of an engine gets all
+        jobs of the engine, the other ranks get none. `task` returns the prompt and the seeds of a
+        conversation. `evaluation` has the settings of an evaluation; None for rollouts. `finished`
+        is called with each completion. `expected` is as in `rollout.sample.generate`.
         """
         if self._pool is None:
-            # Only the first rank of an engine runs episodes, and is asked for late requests; the
-            # others follow what it sends.
+            # Only the first rank of an engine runs episodes. The engine asks that rank alone for
+            # late requests, so here any object will do.
             nobody: Any = object()
             hooks = GenerationHooks(lambda *_: LATER, late_requests=nobody)
             engine.generate_shared(job_sizes, hooks, policy_version, expected)
@@ -192,7 +196,7 @@ class Environments:
             "discount": self._config.discount,
             "finished": finished,
         }
-        # Agents ask for turns themselves; tools and gyms answer each turn of the policy.
+        # Agents request turns themselves; tools and gym environments answer the policy's turns.
         episodes = (
             AgentEpisodes(endpoint=self._endpoint, **shared)
             if self._endpoint is not None

@@ -2,9 +2,9 @@
 processes.
 
 The engine samples turns. A finished turn goes to its environment's process. Meanwhile the engine
-continues with other turns, and the next turn enters when the environment has answered. An agent's
-own code asks for its turns (AgentEpisodes). On an engine of several ranks the first rank does all
-of this and has the records.
+goes on with other conversations, and the next turn is requested when the environment has answered.
+An agent's own code requests its turns (AgentEpisodes). If an engine has several ranks, all of this
+runs on its first rank, which alone gets the finished episodes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.episodes.pool import EnvironmentPool, Failure, Reply
 from grpo_spmd.records import Completion, Episode, Fields, Message, Prompt
 
-# An episode whose environment fails is run once more, from the start and with the same seeds.
+# An episode whose environment fails is run a second time, from the start and with the same seeds.
 _MAX_ATTEMPTS = 2
 
 
@@ -43,19 +43,22 @@ class RunningEpisode:
     conversation: ConversationId
     prompt: Prompt
     seed: Callable[..., int]
-    """A function from a turn's number to its seed; the environment's seed is that of turn -1."""
+    """A function that returns the seed of a turn, given the turn's number or, for an agent, its
+    key. Turn -1 gives the environment's seed."""
     attempt: int = 1
     open: OpenEpisode = field(init=False)
-    """The state of the episode, after the environment has begun."""
+    """The state of the episode, set when the environment has begun. Agents have a ConversationTree
+    instead."""
     calls_s: list[float] = field(default_factory=list)
+    """The seconds of each call to the environment, in all attempts."""
 
     @property
     def row(self) -> Fields:
-        """Returns the data set's row for the environment."""
+        """Returns the row of the data set, as environments get it."""
         return {**self.prompt.columns, "prompt": self.prompt.text}
 
 
-# Requests of conversations; None for one that is over.
+# The next request of each conversation; None if the conversation is over.
 Requests = list[tuple[ConversationId, Request | None]]
 
 
@@ -63,27 +66,31 @@ Requests = list[tuple[ConversationId, Request | None]]
 class Episodes:
     """The episodes of one generation, with environments that answer turns (tools, gym).
 
-    The engine calls `next_request` and `ready`. `completions` has each finished episode.
+    The engine calls `next_request` and `ready`. `completions` collects the finished episodes.
     """
 
     pool: EnvironmentPool
     chat: ChatFormat
     limits: EpisodeLimits
     task: Callable[[ConversationId], EpisodeTask]
-    """It returns a conversation's prompt and seeds."""
+    """Returns the prompt of a conversation, and the function for the seeds of its turns."""
     evaluation: EvalConfig | None
     """The settings of an evaluation; None for rollouts."""
     discount: float | None
+    """The discount per turn in the reward of a gym episode; None means a plain sum."""
     finished: OnCompletion | None = None
-    """It is called with each completion."""
+    """Called with each completion as soon as its episode is finished."""
     completions: dict[ConversationId, Completion] = field(default_factory=dict)
     running: dict[ConversationId, RunningEpisode] = field(default_factory=dict)
     requests: Requests = field(default_factory=list)
-    """The requests that the engine has not received yet."""
+    """The requests that `ready` has not returned yet."""
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Takes a finished turn. Returns LATER, as all ranks of an engine must agree on the next
-        request."""
+        """Begins a new episode, or takes the turn that a running one has finished.
+
+        Always returns LATER, as all ranks of an engine must return the same: only the first rank
+        will know the next request, and gives it to the engine in `ready`.
+        """
         conversation = (job, number)
         if turns:
             self._end_turn(self.running[conversation], turns[-1])
@@ -96,7 +103,7 @@ class Episodes:
     def ready(self, timeout_s: float, /) -> Requests:
         """Returns the requests that are known now. If there are none, it waits at most `timeout_s`
         for the first."""
-        # The pool does not wait where the engine has work already.
+        # There is nothing to wait for if requests are there already.
         for conversation, reply in self.pool.poll(0.0 if self.requests else timeout_s):
             # A reply may belong to a generation that was stopped.
             episode = self.running.get(conversation)
@@ -119,7 +126,7 @@ class Episodes:
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
         """Handles the environment's answer or failure.
 
-        A failed episode is run once more with the same seeds before its failure is recorded.
+        If an episode fails for the first time, it is run again with the same seeds.
         """
         episode.calls_s.append(reply.seconds)
         if isinstance(reply, Failure):
@@ -137,19 +144,20 @@ class Episodes:
                 else:
                     episode.open.add_answer(values, self.chat)
             except ValueError as error:
-                # The template refuses messages that the environment made.
+                # The template refuses the environment's messages, or they cannot be encoded.
                 self.pool.drop(episode.conversation)
                 self._fail(
                     episode,
-                    Failure("env_error", f"gave what cannot be told to the policy: {error}", 0.0),
+                    Failure("env_error", f"gave messages that cannot be used: {error}", 0.0),
                 )
             else:
                 self._continue(episode)
 
     def _continue(self, episode: RunningEpisode) -> None:
-        """Asks the engine for the next turn, or the environment for the rewards of all turns."""
+        """Requests the next turn from the engine or, if the episode is over, its rewards from the
+        environment."""
         state = episode.open
-        # A status means that the episode is over: it needs rewards, and no further turn.
+        # An episode with a status is over.
         if state.status is None:
             seed = episode.seed(len(state.turns))
             request = policy_request(
@@ -165,34 +173,36 @@ class Episodes:
             }
             self.pool.end(episode.conversation, arguments)
         else:
-            # There was no room for a single turn, so there is nothing to reward.
+            # The prompt left no room for a turn, so there is nothing to reward.
             self.pool.release(episode.conversation)
             self._end(episode, {})
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
-        """Adds a sampled turn and sends it to the environment, or ends the episode."""
+        """Adds a sampled turn to the episode, and sends it to the environment unless it was the
+        last turn."""
         state = episode.open
         parsed = self.chat.parse(completion.token_ids, state.context_ids, state.tools)
-        # Only tools answer calls; a gym environment answers any text.
+        # Tools answer calls only, so a turn without a call ends the episode. A gym environment
+        # answers any text.
         ends_without_call = self.pool.facts.kind == "tools"
         state.add_turn(completion, parsed.message, parsed.num_invalid, ends_without_call)
-        # add_turn sets a status where this turn was the last one.
+        # add_turn sets the status if this turn was the last one.
         if state.status is None:
             self.pool.act(episode.conversation, parsed.message)
         else:
             self._continue(episode)
 
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
-        """Builds the completion of an episode that has its rewards."""
+        """Builds the completion of an episode whose rewards are known."""
         state = episode.open
         facts = self.pool.facts
         values = {name: rewards.get(name) for name in facts.weights}
-        # A gym environment has one reward of its own, which is the first: the sum of its steps.
+        # The first reward of a gym environment is its own: the sum of its steps' rewards.
         if facts.kind == "gym" and state.turns:
             factor = 1.0 if self.discount is None else self.discount
-            # Discounted from the first turn on. A turn without a reward counts 0: an episode that
-            # was cut off would otherwise leave its group, and only the survivors would be learned
-            # from.
+            # Discounted from the first turn on. A turn without a reward counts as 0. Without this,
+            # an episode that was cut off would have no reward and be left out of its group, so the
+            # policy would learn from the other episodes alone.
             values[next(iter(values))] = sum(
                 (turn.reward or 0.0) * factor**i for i, turn in enumerate(state.turns)
             )
@@ -212,7 +222,7 @@ class Episodes:
         self._finish(episode, completion)
 
     def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
-        """Runs a failed episode again, or records the failure. The episode's process is gone."""
+        """Runs a failed episode again, or records its second failure. Its process has ended."""
         # The second attempt has the same seeds, so a failure by chance does not change the samples.
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
@@ -239,14 +249,15 @@ class Episodes:
 
 @dataclass
 class _Session:
-    """One attempt of an episode: the agent's session and its turns."""
+    """One attempt of an agent's episode: its requests and its turns."""
 
     conversations: ConversationTree
     waiting: deque[Call] = field(default_factory=deque)
+    """The requests whose turns are not in the engine yet."""
     sampling: tuple[Call, TreeTurn] | None = None
-    """The turn that the engine samples now."""
+    """The turn that the engine samples now, and the request for it."""
     outcome: Reply | Failure | None = None
-    """The result of the agent's code; None while it runs."""
+    """The result of the agent's code; None while the code runs."""
 
 
 @dataclass(kw_only=True)
@@ -262,10 +273,10 @@ class AgentEpisodes(Episodes):
     def ready(self, timeout_s: float, /) -> Requests:
         """Returns the requests that are known now. If there are none, it waits at most `timeout_s`
         for the first."""
-        # Calls that came since the last look may start a turn now.
+        # Calls that have arrived at the endpoint may start a turn now.
         self._take_calls()
         requests = super().ready(timeout_s)
-        # The wait also ends, with nothing, when an agent's call arrives at the endpoint.
+        # The wait also ends when a call arrives at the endpoint. Then there are no requests yet.
         if not requests:
             self._take_calls()
             requests = self.requests
@@ -284,6 +295,7 @@ class AgentEpisodes(Episodes):
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
 
     def _take_calls(self) -> None:
+        """Takes the calls that have arrived at the endpoint, and starts turns for them."""
         for call in self.endpoint.take():
             session = self.sessions.get(call.conversation)
             if session is None or session.outcome is not None:
@@ -295,7 +307,7 @@ class AgentEpisodes(Episodes):
                 self._sample_next(call.conversation, session)
 
     def _sample_next(self, conversation: ConversationId, session: _Session) -> None:
-        """Asks the engine for the next turn that a client waits for."""
+        """Requests from the engine the session's next turn that a client still waits for."""
         while session.waiting:
             call = session.waiting.popleft()
             # The client has disconnected, so nobody would read the turn.
@@ -317,23 +329,25 @@ class AgentEpisodes(Episodes):
             return
 
     def _end_turn(self, episode: RunningEpisode, completion: Completion) -> None:
+        """Answers the agent with a sampled turn, and starts the next turn of its session."""
         session = self.sessions[episode.conversation]
         assert session.sampling is not None
         call, turn = session.sampling
         session.sampling = None
-        # A turn whose client has disconnected was seen by nobody, and is not trained on.
+        # If the client has disconnected, nobody sees the turn, and it is not trained on.
         if not call.is_over:
             answer = session.conversations.finish(turn, completion)
             self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)
-        # The agent had ended before its turn was there.
+        # The agent's code ended before this turn was finished.
         if session.outcome is not None:
             self._settle(episode, session, session.outcome)
         else:
             self._sample_next(episode.conversation, session)
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
+        """Handles the end of the agent's code. A turn that is being sampled is finished first."""
         session = self.sessions[episode.conversation]
-        # The agent's code has ended: nobody reads further answers.
+        # Nobody reads further answers.
         self.endpoint.close(episode.conversation)
         session.waiting.clear()
         session.outcome = reply
@@ -341,7 +355,7 @@ class AgentEpisodes(Episodes):
             self._settle(episode, session, reply)
 
     def _settle(self, episode: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
-        """Ends an attempt whose code has ended and which has no turn in the engine."""
+        """Ends an attempt: the agent's code has ended, and no turn of it is being sampled."""
         episode.calls_s.append(outcome.seconds)
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)
@@ -353,11 +367,11 @@ class AgentEpisodes(Episodes):
 
 
 def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
-    """Returns an episode's first messages: those of the prompt, and those that the environment
-    adds.
+    """Returns an episode's first messages: the prompt's, and what the environment's reset() adds.
 
-    Text or blocks of text are appended to the last user message, as in TRL; messages follow the
-    prompt's. Raises ValueError.
+    If `addition` is text or a list of text blocks, it is appended to the last user message, as in
+    TRL. Messages are appended to the prompt's messages. Raises ValueError if there is no user
+    message for the text.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
     if not addition:
@@ -369,7 +383,7 @@ def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
     user_indices = [i for i, message in enumerate(messages) if message.get("role") == "user"]
     if not user_indices:
         raise ValueError(
-            "reset() gave text, and the prompt has no user message that it could go to"
+            "reset() returned text, and the prompt has no user message to append it to"
         )
     message = messages[user_indices[-1]]
     content: Any = message.get("content") or ""

@@ -1,11 +1,11 @@
-"""This module runs environments with Gym's methods over messages, in a worker.
+"""This module runs environments with Gym's methods, in a worker process. Observations are messages.
 
-`reset(**row)` returns the first observation, and gets those columns of the row that it names, or
-all if it takes `**`; `step(action)` returns the next one for the policy's
-text. An observation is text (a user message), a message, a list of messages, or None. A step
+`reset(**row)` returns the first observation. It is passed the columns of the row that it names, or
+all of them if it takes `**`. `step(action)` takes the policy's text and returns the next
+observation. An observation is text (a user message), a message, a list of messages, or None. A step
 returns (observation, reward, terminated, truncated, info) as in Gymnasium, (observation, reward,
-done, info) as in ms-swift, a dict with observations, reward and done as in SkyRL Gym, or an object
-with these attributes as in OpenEnv. All methods may be async.
+done, info) as in ms-swift (info may be left out), a dict with observations, reward and done as in
+SkyRL Gym, or an object with these attributes as in OpenEnv. All methods may be async.
 """
 
 from __future__ import annotations
@@ -24,16 +24,20 @@ from grpo_spmd.rewards.trl import BrokenContractError, as_reward
 class GymDriver:
     """Runs one episode at a time.
 
-    An environment that begins with `init` (SkyRL) is made for each episode; others are made once.
+    An environment that has no `reset` and begins with `init` (SkyRL) is made anew for each episode;
+    others are made once for each worker.
     """
 
     kind = "gym"
-    # The sum of the steps' rewards.
+    # The reward of an episode, which is the sum of its steps' rewards (episodes.py).
     reward_names = ("environment",)
     schemas: Sequence[Fields] = ()
 
     def __init__(self, make: Callable[[], Any]) -> None:
-        """Raises ConfigError for a class that cannot be an environment."""
+        """`make` is a class or a function that returns an environment.
+
+        Raises ConfigError for a class that cannot be an environment.
+        """
         self._make = make
         if inspect.isclass(make):
             for names in (("reset", "init"), ("step",)):
@@ -45,7 +49,7 @@ class GymDriver:
         self._messages: list[Message] = []
 
     def begin(self, row: Fields) -> Fields:
-        """Begins an episode. Returns {"messages": the messages after the prompt}."""
+        """Begins an episode. Returns {"messages": the messages to add to the prompt}."""
         prompt = row.get("prompt")
         if isinstance(prompt, str):
             self._messages = [{"role": "user", "content": prompt}]
@@ -57,23 +61,24 @@ class GymDriver:
         if self.environment is None:
             self.environment = self._make()
         if not hasattr(self.environment, "reset"):
-            # SkyRL returns the whole prompt with its own additions.
+            # SkyRL's init() takes the prompt and returns it with the messages that it adds.
             start, _ = resolve(self.environment.init(self._messages))
             messages = to_messages(start)
             num_known = len(self._messages)
             is_known = messages[:num_known] == self._messages
             return {"messages": messages[num_known:] if is_known else messages}
         parameters = inspect.signature(self.environment.reset).parameters
-        # ms-swift: the system prompt comes before the observation.
+        # ms-swift's reset(config) also returns a system prompt, which comes before the observation.
         if [*parameters] == ["config"]:
             observation, _, system = resolve(self.environment.reset(row))
             system_messages = [{"role": "system", "content": system}] if system else []
             return {"messages": [*system_messages, *to_messages(observation)]}
-        # Gymnasium's own reset(*, seed, options) takes no columns of a row.
+        # Without ** reset() gets only the columns that it names: Gymnasium's own
+        # reset(*, seed, options) takes none.
         if all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values()):
             row = {name: value for name, value in row.items() if name in parameters}
         result = resolve(self.environment.reset(**row))
-        # The result is an observation alone, a tuple with an info, or an object.
+        # The result is an observation, a tuple (observation, info), or OpenEnv's object.
         if isinstance(result, tuple):
             result = result[0]
         elif hasattr(result, "observation"):
@@ -81,7 +86,7 @@ class GymDriver:
         return {"messages": to_messages(result)}
 
     def act(self, message: Mapping[str, Any]) -> Fields:
-        """Runs one step with the policy's turn."""
+        """Runs one step with the policy's turn. Returns the fields of pool._ActValues."""
         self._messages.append(dict(message))
         step = self.environment.step
         text = str(message.get("content") or "")
@@ -90,14 +95,15 @@ class GymDriver:
         return {**values, "num_calls": 0, "num_invalid": 0}
 
     def end(self) -> dict[str, float | None]:
-        """Returns nothing, because the rewards are those of the turns."""
+        """Returns no reward, because the steps have returned the rewards of their turns."""
         return {}
 
 
 def read_step(result: Any) -> Fields:
-    """Returns {"messages", "reward", "done"} from what a step returned.
+    """Returns {"messages", "reward", "done"} from the return value of step().
 
-    Raises BrokenContractError for another form, ValueError for a reward that is no finite number.
+    The value may have any form in the module's docstring; BrokenContractError is raised for others,
+    and ValueError for a reward that is neither a finite number nor None.
     """
     if isinstance(result, Mapping):
         observation = result.get("observations", result.get("observation"))
@@ -127,7 +133,7 @@ def read_step(result: Any) -> Fields:
 
 
 def to_messages(observation: Any) -> list[Message]:
-    """Returns an observation as messages. Raises BrokenContractError."""
+    """Returns an observation as messages. Raises BrokenContractError if it has no known form."""
     if observation is None:
         return []
     if isinstance(observation, str):
@@ -135,7 +141,7 @@ def to_messages(observation: Any) -> list[Message]:
     items = observation if isinstance(observation, list) else [observation]
     if all(isinstance(item, Mapping) and "role" in item for item in items):
         return [dict(item) for item in items]
-    # An object of OpenEnv's that has some text.
+    # An observation of OpenEnv, whose text or messages are in an attribute with one of these names.
     for name in ("messages", "message", "text", "content", "prompt"):
         if isinstance(observation, Mapping):
             inner = observation.get(name)
@@ -150,10 +156,10 @@ def to_messages(observation: Any) -> list[Message]:
 
 
 def _action(step: Callable[..., Any], text: str, messages: list[Message]) -> Any:
-    """Returns the argument of `step`, chosen by its annotation.
+    """Returns the argument for `step`, according to the annotation of its first parameter.
 
-    It is the policy's text; or all messages so far; or an object of a class whose first field is a
-    text.
+    For a list it is all messages so far; for a class with annotated fields it is an object made
+    with the policy's text as the first field; otherwise it is the text.
     """
     function = getattr(step, "__func__", step)
     parameters = list(inspect.signature(step).parameters)

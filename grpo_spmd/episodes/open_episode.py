@@ -1,4 +1,4 @@
-"""This module keeps the state of one running episode, token by token, without any I/O.
+"""This module keeps the tokens, messages and status of one running episode, without any I/O.
 
 Token ids are appended as the engine sampled them or as the chat format encoded them.
 """
@@ -14,7 +14,7 @@ from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.openai_api import num_chars
 from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
 
-# After this many turns in a row with nothing but invalid calls, the episode ends.
+# The episode ends after this many turns in a row in which all calls are invalid.
 MAX_INVALID_TURNS = 3
 
 
@@ -29,13 +29,13 @@ class EpisodeLimits:
     max_turn_tokens: int
     """The most tokens that one turn samples."""
     max_model_len: int
-    """The most tokens of a context and the tokens sampled after it."""
+    """The most tokens of a context together with the tokens sampled after it."""
     max_all_tokens: int
-    """The most tokens of all segments together, because a micro-batch must hold them."""
+    """The most tokens of all segments together, since one micro-batch must hold all of them."""
 
 
 class OpenEpisode:
-    """The state of one running episode. Text is never tokenized again once it is in the context."""
+    """The state of one running episode. Text that is in the context is never encoded again."""
 
     def __init__(
         self,
@@ -49,9 +49,11 @@ class OpenEpisode:
         self.tools = tools
         self.opening = prompt
         self.context_ids = list(prompt_ids)
+        # For each token of the context: True if the policy sampled it.
         self._sampled = [False] * len(prompt_ids)
         self._finished_segments: list[Segment] = []
         self._num_prompt_tokens = len(prompt_ids)
+        # The tokens of all segments, including the one that still grows.
         self._num_all_tokens = len(prompt_ids)
         self._num_invalid_turns = 0
         self.num_tool_calls = 0
@@ -73,13 +75,13 @@ class OpenEpisode:
     def add_turn(
         self, completion: Completion, message: Message, num_invalid: int, ends_without_call: bool
     ) -> None:
-        """Appends a sampled turn.
+        """Appends a sampled turn, and sets the status if it is the last turn of the episode.
 
-        `message` is the parsed turn; `num_invalid` counts calls in it that do not parse. With
-        `ends_without_call` a turn that calls no tool is the last one.
+        `message` is the parsed turn, and `num_invalid` the number of its calls that do not parse.
+        With `ends_without_call` a turn that calls no tool is the last one.
         """
         tokens = completion.token_ids
-        # These are the exact sampled ids, whatever text they give.
+        # The ids as they were sampled, and not the ids of the parsed text.
         self.context_ids += tokens
         self._sampled += [True] * len(tokens)
         self._num_all_tokens += len(tokens)
@@ -89,22 +91,24 @@ class OpenEpisode:
         self.messages.append(message)
         has_calls = bool(message.get("tool_calls"))
         if completion.finish_reason == "length":
-            # The parsed message may be incomplete, so none of its calls is made.
+            # The last call may be incomplete, so no call is made.
             self.status = "truncated"
         elif num_invalid and not has_calls:
-            # There is no call that an answer could belong to.
+            # Without a valid call there is nothing that the environment could answer.
             self.status = "invalid_calls"
         elif ends_without_call and not has_calls:
             self.status = "ok"
 
     def add_answer(self, values: Fields, chat: ChatFormat) -> None:
-        """Appends the environment's answer to the last turn (Reply.values).
+        """Appends the environment's answer to the last turn, or sets the status if the episode is
+        over.
 
-        Raises ValueError where the template refuses the answer, or where the answer is empty and
-        the episode is not over.
+        `values` are those of the Reply (pool._ActValues). Raises ValueError if the template refuses
+        the answer, or if the answer is empty although the episode is not over.
         """
         self.turns[-1] = replace(self.turns[-1], reward=values["reward"])
-        # No tokenizer makes a longer text short enough: it is refused before it is tokenized.
+        # A longer text has too many tokens with any tokenizer, so it is refused before it is
+        # tokenized.
         max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
         self.num_tool_calls += values["num_calls"]
         self.num_tool_errors += values["num_errors"]
@@ -116,14 +120,14 @@ class OpenEpisode:
             self.status = "invalid_calls"
         elif len(self.turns) >= self._limits.max_turns:
             self.status = "max_turns"
-        # With "too_long" the messages were larger than any room, so the worker did not send them.
+        # With "too_long" the worker did not send the messages, because they were far too large.
         elif values.get("too_long") or num_chars(values["messages"]) > max_chars:
             self._end_without_room(self.context_ids, self._num_all_tokens)
         else:
             self._add_messages(values["messages"], chat)
 
     def episode(self, rewards: dict[str, float | str | None], calls_s: list[float]) -> Episode:
-        """Returns the record of the episode, which has ended."""
+        """Returns the record of the episode, which must be over."""
         assert self.status is not None
         segments = list(self._finished_segments)
         if any(self._sampled):
@@ -139,10 +143,12 @@ class OpenEpisode:
         )
 
     def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
-        """Makes the context of the next turn. Nothing is added if there is no room for that
-        turn."""
+        """Adds the environment's messages to the context.
+
+        If they leave no room for another turn, nothing is added and the episode ends.
+        """
         if not messages:
-            raise ValueError("step() gave no observation, and is not done")
+            raise ValueError("step() gave no observation, although the episode is not done")
         history = [*self.opening, *self.messages]
         ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         num_kept = len(self.context_ids) if continues else 0
@@ -151,7 +157,8 @@ class OpenEpisode:
             self._end_without_room(ids, num_all_tokens)
             return
         if not continues:
-            # The template rewrote earlier turns: the sampled tokens stay in a segment of their own.
+            # The template rewrote earlier turns. Their sampled tokens stay in a finished segment,
+            # and a new segment begins.
             self._finished_segments.append(self._segment())
         self._sampled = [*self._sampled[:num_kept], *[False] * (len(ids) - num_kept)]
         self.context_ids = list(ids)
@@ -159,8 +166,8 @@ class OpenEpisode:
         self.messages += messages
 
     def _rooms(self, ids: Sequence[int], num_all_tokens: int) -> tuple[int, int]:
-        """Returns the tokens that fit after a context: what `max_tokens` leaves, and what the other
-        limits leave. `num_all_tokens` are those of all segments with this context."""
+        """Returns how many more tokens fit after the context `ids`: (by the limit `max_tokens`, by
+        the other limits). `num_all_tokens` counts all segments, including this context."""
         limits = self._limits
         return (
             limits.max_tokens - (len(ids) - self._num_prompt_tokens),
@@ -168,7 +175,7 @@ class OpenEpisode:
         )
 
     def _end_without_room(self, ids: Sequence[int], num_all_tokens: int) -> None:
-        """Ends the episode with the status of the limit that leaves the least room."""
+        """Ends the episode with the status of the limit that leaves the fewest tokens."""
         episode_room, context_room = self._rooms(ids, num_all_tokens)
         self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
 

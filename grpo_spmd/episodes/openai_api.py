@@ -1,8 +1,9 @@
 """This module reads request bodies and writes answer bodies of OpenAI's chat completions.
 
-An agent writes the requests, so a body is hostile until `read_request` has checked it. Options that
-would change how tokens are sampled cannot be honoured: the logprobs would not be the policy's. They
-are ignored with a warning where the answer keeps its form, and refused by name where it would not.
+An agent writes the requests, so a body may be hostile until `read_request` has checked it. Options
+that change how tokens are sampled cannot be honoured, because the logprobs would then not be the
+policy's. If such an option does not change the form of the answer (temperature), it is ignored with
+a warning; otherwise (n, stop) the request is refused, with the option's name.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ import msgspec
 
 from grpo_spmd.records import Fields, Message
 
-# The model's name for agents.
+# The name of the one model that agents may request.
 MODEL = "policy"
-# Chat templates walk through tools and arguments by recursion.
+# Chat templates walk through tools and arguments by recursion, so their depth is bounded.
 _MAX_DEPTH = 32
 _MAX_VALUES = 100_000
 _NOT_PLAIN = (
     f"has more than {_MAX_DEPTH} levels or {_MAX_VALUES} values, "
     "or a text that is not valid Unicode"
 )
+# Options that are ignored silently, because they have no effect on the answer.
 _WITHOUT_EFFECT = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 }  # fmt: skip
+# Options that are ignored with a warning.
 _IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "parallel_tool_calls", "reasoning_effort", "verbosity",
 )  # fmt: skip
-# Values of options that would change the form of the answer, with which they have no effect.
+# Options that change the form of the answer, with the values at which they do not. Other values are
+# refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -49,7 +53,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(ValueError):
-    """A request is answered with an error: HTTP status, code for programs, one line for people."""
+    """The error that answers a request: its HTTP status, a code for programs, and one line of
+    text."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -62,18 +67,20 @@ class ChatRequest:
     """One request for a chat completion, in the form that chat templates take."""
 
     messages: list[Message]
-    """The messages. Text parts are joined, null is "", arguments of calls are dicts, and unknown
-    keys are dropped."""
+    """The messages. Text parts are joined, null is "", unknown keys are dropped, and the arguments
+    of calls are dicts (or text that is no JSON object)."""
     tools: list[Fields]
     max_tokens: int | None
     """The most tokens of the answer; None means as many as there is room for."""
     is_stream: bool
     streams_usage: bool
+    """True if a streamed answer has the token counts in its last event."""
     ignored: list[str]
-    """The names of given options that change nothing."""
+    """The names of the request's options that are ignored with a warning."""
 
 
-# The forms that a body must have. msgspec ignores unknown keys; `read_request` refuses options.
+# The form that a body must have. msgspec ignores unknown keys; `read_request` refuses unknown
+# options of the body itself.
 
 
 class _Function(msgspec.Struct):
@@ -113,6 +120,8 @@ _Limit = Annotated[int, msgspec.Meta(ge=1)] | None
 
 
 class _Body(msgspec.Struct, kw_only=True):
+    """The options of a chat completion request that are honoured."""
+
     model: Any = MODEL
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     tools: Annotated[list[_Tool], msgspec.Meta(max_length=128)] = []
@@ -135,12 +144,12 @@ def read_request(body: bytes) -> ChatRequest:
         # Clients write null for options that are not set.
         fields = {name: value for name, value in fields.items() if value is not None}
         for name, value in fields.items():
-            # An option that is unknown is refused by name, unless its value has no effect.
+            # An unknown option is refused by name, unless its value has no effect.
             if name not in _KNOWN and value not in _NEUTRAL.get(name, ()):
                 raise ApiError(
                     400,
                     "unsupported_parameter",
-                    f"`{name:.100}`={value!r:.100} is not done here; leave it out",
+                    f"`{name:.100}`={value!r:.100} is not supported; leave it out",
                 )
         request = msgspec.convert(fields, _Body)
         if request.model != MODEL:
@@ -154,12 +163,12 @@ def read_request(body: bytes) -> ChatRequest:
     # msgspec reports malformed JSON and wrong types as ValueError, deep nesting as RecursionError.
     except (ValueError, RecursionError) as error:
         raise _invalid(f"the body is not a chat completion request: {error!s:.200}") from None
-    # The tools themselves go to the template as they came, with all of their keys.
+    # The template gets the tools as they came, with all of their keys (`request` has only some).
     tools = fields.get("tools", [])
     for number, tool in enumerate(tools):
         if not is_plain(tool):
             raise _invalid(f"tools[{number}] {_NOT_PLAIN}")
-    # Both names of the limit are in use; the smaller one holds.
+    # Clients use both names of the limit. If a request has both, the smaller one applies.
     limits = [limit for limit in (request.max_tokens, request.max_completion_tokens) if limit]
     return ChatRequest(
         messages=[_template_message(message) for message in request.messages],
@@ -198,17 +207,20 @@ def _template_message(message: _Message) -> Message:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Returns the arguments as a dict; a text that is no JSON object stays text."""
+    """Returns a call's arguments as a dict. Text that is no JSON object stays text.
+
+    Raises ApiError for arguments that are nested too deeply or too large.
+    """
     if not isinstance(arguments, str):
         if not is_plain(arguments):
             raise _invalid(f"`arguments` {_NOT_PLAIN}")
-        # Templates need a dict: any other JSON value becomes an empty one.
+        # Templates need a dict, so any other JSON value becomes an empty one.
         return arguments if isinstance(arguments, dict) else {}
     try:
         decoded = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
-        # A call that the policy wrote badly stays as text, so that its message can come back
-        # unchanged.
+        # Text that is no JSON stays text, so that the message, when an agent sends it again, is
+        # still equal to the one before.
         return arguments
     return decoded if isinstance(decoded, dict) and is_plain(decoded) else arguments
 
@@ -218,8 +230,8 @@ def _invalid(message: str) -> ApiError:
 
 
 def is_plain(value: Any) -> bool:
-    """Returns whether a JSON value is small and shallow enough for recursion, with valid texts."""
-    # A stack replaces recursion, which deep nesting would break.
+    """Returns whether a JSON value is small, shallow enough for recursion, and valid Unicode."""
+    # With a stack of values, since deep nesting would break recursion.
     waiting = [(value, 0)]
     num_values = 0
     while waiting:
@@ -231,7 +243,7 @@ def is_plain(value: Any) -> bool:
             try:
                 value.encode()
             except UnicodeEncodeError:
-                # Half a surrogate pair, which no tokenizer takes.
+                # A single surrogate, which no tokenizer takes.
                 return False
         elif isinstance(value, dict):
             waiting += [(child, depth + 1) for pair in value.items() for child in pair]
@@ -241,7 +253,8 @@ def is_plain(value: Any) -> bool:
 
 
 def num_chars(messages: Sequence[Message]) -> int:
-    """Returns the least number of characters of the context, whatever the template adds."""
+    """Returns the number of characters in the messages' contents, which is a lower bound for the
+    rendered conversation."""
     return sum(len(str(message.get("content") or "")) for message in messages)
 
 
@@ -263,7 +276,8 @@ def completion_body(message: Message, finish_reason: str, usage: Mapping[str, in
 def stream_body(
     message: Message, finish_reason: str, usage: Mapping[str, int] | Literal[False]
 ) -> bytes:
-    """Returns the events of a streamed answer: one delta, as the engine hands over whole turns."""
+    """Returns the body of a streamed answer: server-sent events, with the whole message as one
+    delta, since the engine returns whole turns. `usage` is False if no token counts are wanted."""
     delta = _wire_message(message)
     calls = delta.pop("tool_calls", [])
     delta["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)] or None
@@ -279,7 +293,7 @@ def stream_body(
 
 
 def error_body(error: ApiError) -> bytes:
-    """Returns the JSON body of a refusal."""
+    """Returns the JSON body of an error."""
     kind = "server_error" if error.status >= 500 else "invalid_request_error"
     fields = {"message": str(error), "type": kind, "param": None, "code": error.code}
     return json.dumps({"error": fields}).encode()
@@ -301,7 +315,8 @@ def _header(kind: str) -> Fields:
 
 
 def _wire_message(message: Message) -> Message:
-    """Returns a message in the protocol's form: arguments as JSON text, no content as null."""
+    """Returns a message in the protocol's form: arguments are JSON text, and the empty content of a
+    message with calls is null."""
     calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]

@@ -1,8 +1,8 @@
-"""This module has the processes of a rank's environments.
+"""This module manages the worker processes in which a rank's environments run.
 
-Each process runs one episode at a time, and an episode stays in its process. Each call has a
-deadline, and so have all calls of an episode together; a slow process is killed, with everything
-that it left running.
+Each worker runs one episode at a time, and an episode stays in its worker. Each call has a
+deadline, and so have all calls of an episode together. A worker that exceeds one is killed together
+with all processes that it started.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ _STATUSES: dict[HowItFailed, FailureStatus] = {"error": "env_error", "timeout": 
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """The facts about the user's code that its nursery reports."""
+    """The facts about the user's environments and rewards, which the nursery reports at the
+    start."""
 
     kind: Literal["tools", "gym", "agent"]
     weights: dict[str, float]
-    """The weights of the rewards by name: the environment's own, then those that look at it."""
+    """The weights of rewards by name: first the environment's own, then those of reward functions
+    that take `environments`."""
     tools: list[Fields]
-    """JSON schemas."""
+    """The JSON schemas of all tools."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Reply:
 
     method: Method
     values: Fields
+    """The fields of the form that _FORMS has for this method."""
     seconds: float
 
 
@@ -66,25 +69,27 @@ class Failure:
 
 @dataclass
 class _LiveEpisode:
-    """An episode that has a worker."""
+    """An episode that runs in a worker."""
 
     worker: WorkerProcess
     used_s: float = 0.0
     """The seconds of its finished calls."""
     worker_error: str = ""
-    """The reason why its worker ended between two calls, or ""."""
+    """The reason why its worker ended between two calls; "" if it did not."""
 
 
 @dataclass
 class _Call:
+    """A call that a worker is running."""
+
     conversation: ConversationId
     method: Method
     serial: int
     location: str
-    """The running method, for reports."""
+    """What of the user's code is running, such as "reset()" or "tool 'add'", for reports."""
     start: float = field(default_factory=time.monotonic)
     is_debugged: bool = False
-    """True while a person is at a breakpoint: then the call has no deadline."""
+    """True after the call has reached a breakpoint: from then on it has no deadline."""
 
 
 class EnvironmentPool(ProcessPool):
@@ -94,7 +99,7 @@ class EnvironmentPool(ProcessPool):
     """
 
     _what = "environment"
-    # A frame with messages of `max_chars` characters always fits.
+    # A worker's reply with messages of at most `max_chars` characters always fits into this.
     _max_frame_bytes = 256 << 20
 
     def __init__(
@@ -109,8 +114,8 @@ class EnvironmentPool(ProcessPool):
     ) -> None:
         """Starts the nursery, which imports the user's code while the caller continues.
 
-        `rewards` are those whose functions take `environments`. A result with more than `max_chars`
-        characters is not sent to this process. The log file and `secrets` are as in ProcessPool.
+        `rewards` are those whose functions take `environments`. A worker does not send messages of
+        more than `max_chars` characters. The other arguments are as in ProcessPool.
         """
         allow_workers(environment.num_workers, "environment.num_workers")
         super().__init__(
@@ -119,8 +124,8 @@ class EnvironmentPool(ProcessPool):
             rewards,
             log_file,
             check=check,
-            # Without a fixed hash seed, the order of a set of strings would differ between
-            # processes, and with it an environment's choices.
+            # Without a fixed hash seed, sets of strings would have another order in each process,
+            # and an environment might make other choices.
             variables={"PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0")},
             secrets=secrets,
         )
@@ -136,15 +141,18 @@ class EnvironmentPool(ProcessPool):
 
     @property
     def facts(self) -> EnvironmentFacts:
-        """Returns the facts; waits for the nursery at the first call. Raises ConfigError."""
+        """Returns the facts about the user's code. The first call waits for the nursery.
+
+        Raises ConfigError if the code cannot be loaded.
+        """
         if self._facts is None:
             self._facts = EnvironmentFacts(**self._wait_until_ready())
         return self._facts
 
     def connect(self, endpoint: Endpoint) -> None:
-        """Lets `poll` return early when agents have asked the endpoint for turns.
+        """Lets `poll` return early when agents have sent requests to the endpoint.
 
-        The time in which they wait there does not count against their episodes' deadlines.
+        The time in which agents wait there does not count against their episodes' deadlines.
         """
         self._selector.register(endpoint, 1)
         self._engine_s = endpoint.engine_s
@@ -158,32 +166,36 @@ class EnvironmentPool(ProcessPool):
     ) -> None:
         """Begins an episode as soon as a worker is free.
 
-        The worker seeds `random` and numpy with `seed` before the episode. `access` is what an
-        agent calls the model with, the endpoint's address and a key; None without an agent.
+        The worker seeds `random` and numpy with `seed` before the episode. `access` has the
+        endpoint's address and key, which an agent needs to request turns; None without an agent.
         """
         assert conversation not in self._live, f"the episode of {conversation} is under way"
         self._waiting.append((conversation, {"row": row, "seed": seed, "access": access or {}}))
         self._dispatch()
 
     def act(self, conversation: ConversationId, message: Message) -> None:
-        """Sends the policy's turn to the environment. Like every call, it leads to a Reply or a
-        Failure."""
+        """Sends the policy's turn to the environment. As for every call, `poll` later returns a
+        Reply or a Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
         self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
 
     def end(self, conversation: ConversationId, arguments: Fields) -> None:
-        """Asks for the rewards; `arguments` are a reward function's, for one completion."""
+        """Asks the worker for the episode's rewards.
+
+        `arguments` are the arguments of a reward function, for this one completion.
+        """
         columns = {name: [value] for name, value in arguments.items()}
-        # What the policy wrote goes as text, so that it cannot pass for a tag of the frame.
+        # What the policy wrote is sent as a JSON string, in which nothing can be taken for a tagged
+        # value of the frame (nursery.encode_frame).
         completion = {name: columns.pop(name, []) for name in ("completions", "completion_ids")}
         message = {"columns": columns, "completion": json.dumps(completion)}
         self._send_call(conversation, "end", message, "its rewards")
 
     def release(self, conversation: ConversationId) -> None:
-        """Ends an episode; its worker is free for the next one."""
+        """Ends an episode after its last call; its worker is free for the next one."""
         episode = self._live.pop(conversation)
-        # A worker that has ended is gone from the pool already.
+        # A worker that has ended was removed from the pool already.
         if not episode.worker_error:
             self._idle.append(episode.worker)
         self._dispatch()
@@ -191,17 +203,18 @@ class EnvironmentPool(ProcessPool):
     def drop(self, conversation: ConversationId) -> None:
         """Ends an episode in any state; its worker is killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
-        # A reply of the episode may have come already.
+        # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
         episode = self._live.pop(conversation, None)
         if episode is not None and not episode.worker_error:
             self._discard(episode.worker)
 
     def poll(self, timeout_s: float) -> list[tuple[ConversationId, Reply | Failure]]:
-        """Returns the results of calls; without any, waits for at most `timeout_s` seconds.
+        """Returns the results of calls. If there are none, it waits for at most `timeout_s`
+        seconds.
 
-        Raises RewardError if the nursery was killed, the user left the debugger, or the code failed
-        in a way that is no single episode's fault.
+        Raises RewardError if the nursery was killed, if the user left the debugger, or if the
+        user's code has a fault that does not depend on the episode.
         """
         self._dispatch()
         if self.facts.kind == "agent":
@@ -213,9 +226,11 @@ class EnvironmentPool(ProcessPool):
         return replies
 
     def where(self) -> str:
-        """Returns the longest running call, for reports of why this rank waits. Any thread may
-        call it."""
-        # The rank's other threads may ask, so the list of workers is copied.
+        """Describes the call that has run for the longest time; returns "" if none is running.
+
+        It is part of reports that say what this rank is waiting for. Any thread may call it.
+        """
+        # Copied first, since the pool's own thread may add or remove workers meanwhile.
         calls: list[_Call] = [worker.call for worker in list(self._workers.values()) if worker.call]
         if not calls:
             return ""
@@ -225,11 +240,11 @@ class EnvironmentPool(ProcessPool):
         return f"{call.location} of episode {episode} has run for {seconds:.0f} s"
 
     def _extend_deadlines(self) -> None:
-        """Adds the time that agents have waited for the engine to their deadlines."""
+        """Extends the deadlines of agents by the time that they have waited for the engine."""
         for conversation, episode in self._live.items():
             call: _Call | None = episode.worker.call
             if call and not call.is_debugged and not episode.worker.has_hung_up:
-                # Agents' calls include their waits for the engine, which must not count.
+                # An agent's call includes its waits for the engine, which must not count.
                 elapsed_s = time.monotonic() - call.start
                 remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
                 self._take_on(episode.worker, call, remaining_s)
@@ -242,7 +257,7 @@ class EnvironmentPool(ProcessPool):
             worker = self._spawn() if is_new else self._idle.pop()
             self._live[conversation] = _LiveEpisode(worker)
             location = "rollout()" if message["access"] else "reset()"
-            # A worker may have died while it was idle: the episode then waits for another worker.
+            # An idle worker may have died. Then the episode waits for another worker.
             if not self._send_call(conversation, "begin", message, location, is_new_worker=is_new):
                 self._discard(self._live.pop(conversation).worker)
                 self._waiting.appendleft((conversation, message))
@@ -258,28 +273,28 @@ class EnvironmentPool(ProcessPool):
     ) -> bool:
         """Sends a call to an episode's worker.
 
-        Returns False if the worker died before it executed anything for this episode, so that the
-        caller may retry with another one.
+        Returns False if an idle worker had died before it got the episode's first call, so that the
+        caller may use another worker. Other failures become a Failure, and the result is True.
         """
         episode = self._live[conversation]
-        # The process died between two calls, so this call is answered with its error.
+        # The worker died between two calls, so the answer to this call is a failure.
         if episode.worker_error:
             del self._live[conversation]
             self._replies.append((conversation, Failure("env_error", episode.worker_error, 0.0)))
             return True
-        # Serial numbers tell the answer to this call from late or forged answers.
+        # The serial number distinguishes the answer to this call from late or forged answers.
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
         fields = {"method": method, "serial": call.serial, **message}
         frame = encode_frame(fields)
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
-        # An agent's one call is its whole episode.
+        # An agent's only call is its whole episode, so it has no deadline for a single call.
         if not message.get("access"):
             seconds = min(self._config.call_timeout_s, seconds)
         try:
             self._give(episode.worker, call, frame, seconds)
         except OSError:
-            # The worker has died, or does not read its socket.
+            # The worker has died, or did not read its socket in time.
             if method == "begin" and not is_new_worker:
                 return False
             self._fail(
@@ -290,21 +305,22 @@ class EnvironmentPool(ProcessPool):
         return True
 
     def _take(self, worker: WorkerProcess, reply: Fields) -> None:
-        """Handles one message; notes that a call is at a breakpoint."""
+        """Handles one message of a worker, and notes if its call has reached a breakpoint."""
         if "breakpoint" in reply and worker.call:
             worker.call.is_debugged = True
         super()._take(worker, reply)
 
     def _seconds(self, call: _Call) -> float:
-        """Returns the time that the user's code took, without waiting for the engine."""
+        """Returns the seconds since the call began, without an agent's waits for the engine."""
         return max(time.monotonic() - call.start - self._engine_s(call.conversation), 0.0)
 
     def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
+        """Handles a worker's message: the name of a tool that it calls now, or its final answer."""
         call: _Call = worker.call
         tool = reply.get("tool")
         if isinstance(tool, str):
             call.location = f"tool {tool!r:.100}"
-        # User code may write to the socket: only the answer to this very call counts.
+        # The user's code may write to the socket, so only the answer to this very call counts.
         elif reply.get("serial") != call.serial:
             self._fail(worker, "error", "answered another call than it was asked")
         elif "quit" in reply:
@@ -322,13 +338,13 @@ class EnvironmentPool(ProcessPool):
             _log.warning("%s", cut_middle(text, 1_000))
 
     def _add_values(self, worker: WorkerProcess, call: _Call, values: Any) -> None:
-        """Checks and keeps the values of a successful call."""
+        """Checks the values of a successful call, and adds a Reply for `poll` to return."""
         seconds = self._seconds(call)
-        # An agent's only call also ends the episode, so its values are those of "end".
+        # An agent's only call also ends the episode, so its values have the form of "end".
         method: Method = "end" if self.facts.kind == "agent" else call.method
         try:
             fields = msgspec.structs.asdict(msgspec.convert(values, _FORMS[method]))
-            # The run goes on: nothing else would show these.
+            # These faults do not stop the run, so only a warning can show them.
             if fields.get("lost"):
                 self._warn_once("lost", fields["lost"])
             if fields.get("first_error"):
@@ -339,14 +355,14 @@ class EnvironmentPool(ProcessPool):
                 )
             messages = fields.get("messages")
             if isinstance(messages, list):
-                # reset() may return blocks of text in place of messages.
+                # reset() may return blocks of text instead of messages.
                 if method == "begin":
                     messages = [
                         item for item in messages if isinstance(item, dict) and "role" in item
                     ]
                 msgspec.convert(messages, list[_MessageForm])
         except ValueError as error:
-            self._fail(worker, "error", f"answered with what is no reply: {error!s:.300}")
+            self._fail(worker, "error", f"sent a malformed reply: {error!s:.300}")
             return
         self._release(worker)
         # Time at a breakpoint does not count against the episode's deadline.
@@ -355,13 +371,14 @@ class EnvironmentPool(ProcessPool):
         self._replies.append((call.conversation, Reply(call.method, fields, seconds)))
 
     def _failed(
-        self, worker: WorkerProcess, call: _Call | None, method: HowItFailed, reason: str
+        self, worker: WorkerProcess, call: _Call | None, kind: HowItFailed, reason: str
     ) -> None:
+        """Adds a Failure for `poll` to return, now or at the next call of the worker's episode."""
         if worker in self._idle:
             self._idle.remove(worker)
         if call:
             self._live.pop(call.conversation, None)
-            failure = Failure(_STATUSES[method], f"{call.location} {reason}", self._seconds(call))
+            failure = Failure(_STATUSES[kind], f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
             return
         # The worker ended between two calls: the next call of its episode reports the failure.
@@ -379,11 +396,12 @@ class EnvironmentPool(ProcessPool):
         return RewardError(reason) if self._facts is not None else ConfigError(reason)
 
 
-# The values of a reply. User code may have written them: it runs in the process that sends them.
+# The forms of a reply's values. They are checked, because the user's code runs in the process that
+# sends them and may have written anything.
 
 
 class _MessageForm(msgspec.Struct):
-    """What chat templates need of a message."""
+    """The form that chat templates need a message to have."""
 
     role: str
     content: str | list[Any] | None = None
@@ -396,24 +414,30 @@ class _BeginValues(msgspec.Struct):
 
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-# NaN is within no bounds.
+# The bounds also refuse NaN.
 _Reward = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
 
 
 class _ActValues(msgspec.Struct):
+    """The environment's answer to one turn of the policy."""
+
     messages: list[Message]
     reward: _Reward | None
     done: bool
     num_calls: _Count
     num_invalid: _Count
+    """The calls of an unknown tool, or with arguments that do not fit the tool."""
     num_errors: _Count = 0
+    """The calls in which the tool raised."""
     first_error: str = ""
     too_long: int | None = None
+    """The number of characters of messages that were too long to be sent."""
 
 
 class _EndValues(msgspec.Struct):
     rewards: dict[str, _Reward | str | None]
     lost: str = ""
+    """A warning that what a reward function logs is lost."""
 
 
 _FORMS = {"begin": _BeginValues, "act": _ActValues, "end": _EndValues}

@@ -1,7 +1,7 @@
 """This module parses a turn of the policy with transformers' response templates.
 
-A response template describes how a chat template writes thinking, calls and text. A *call* is a
-tool call in a turn.
+A response template describes how a model writes thinking, tool calls and text in a turn. A *call*
+is a tool call in a turn.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import yaml
 from grpo_spmd.episodes.openai_api import is_plain
 from grpo_spmd.records import Fields, Message
 
-# The known formats of calls, as data.
+# The known formats in which models write calls.
 _FORMATS = Path(__file__).with_name("call_formats.yaml")
-# What transformers' parsers raise for text that they cannot read. Deep nesting: RecursionError.
+# What transformers' parsers raise for text that they cannot read; RecursionError for deep nesting.
 _UNREADABLE = (
     ValueError,
     TypeError,
@@ -31,7 +31,8 @@ _UNREADABLE = (
     OverflowError,
     RecursionError,
 )
-# The beginning of a turn is searched in this many tokens before it, and then in all of them.
+# The text after which a turn begins is searched in this many tokens before the turn, and only then
+# in all tokens before it.
 _NUM_TAIL_TOKENS = 256
 
 
@@ -40,21 +41,22 @@ class Parsed:
     """The parsed message of a turn."""
 
     message: Message
-    """role, content, reasoning_content (thinking: gpt-oss) and tool_calls, if there are any:
-    {type, function: {name, arguments}, id?} with a dict of arguments."""
+    """role, content and, if there are any, reasoning_content (with gpt-oss: thinking) and
+    tool_calls. A call is {type, function: {name, arguments}, id?}, and its arguments are a dict."""
     num_invalid: int
-    """The number of calls that do not parse; they stay in the text."""
+    """The number of calls that do not parse. If no call parses, all of the turn's text is its
+    content; otherwise the invalid calls are left out."""
 
 
 class ReplyParser:
-    """Parses with the tokenizer's `response_template`, or with a known format of its chat
-    template."""
+    """Parses turns with the tokenizer's `response_template`, or else with the known format that
+    fits its chat template."""
 
     def __init__(
         self, tokenizer: Any, anchors: list[str], ends: list[str], *, reads_calls: bool = True
     ) -> None:
-        """`anchors` are texts that come before a turn. `ends` are texts of tokens that end one.
-        Without `reads_calls` the text of a call is ordinary text."""
+        """`anchors` are the texts after which a turn begins, `ends` the texts of the tokens that
+        end a turn. Without `reads_calls` the text of a call is ordinary text."""
         self._tokenizer = tokenizer
         self._ends = ends
         template = getattr(tokenizer, "response_template", None)
@@ -72,7 +74,10 @@ class ReplyParser:
     def parse(
         self, token_ids: list[int], context_ids: list[int], tools: Sequence[Fields]
     ) -> Parsed:
-        """Returns the message of a turn. Never raises for any text of the policy."""
+        """Returns the parsed message of the turn `token_ids`, sampled after `context_ids`.
+
+        Never raises, whatever the policy has written.
+        """
         # Special tokens stay in the text, because response templates search for them.
         text = decode(self._tokenizer, token_ids)
         prefix = self._prefix(context_ids)
@@ -91,20 +96,20 @@ class ReplyParser:
     def _read_calls_alone(
         self, text: str, prefix: str, tools: Sequence[Fields]
     ) -> tuple[Fields | None, list[Fields], int]:
-        """Returns (message, calls, number of unreadable calls), with each call read separately.
+        """Returns (message, calls, number of unreadable calls), after reading each call on its own.
 
-        One unreadable call would otherwise make the whole turn unreadable. The message is None if
+        Read together, one unreadable call makes the whole turn unreadable. The message is None if
         no call can be read.
         """
         begins = [match.start() for match in self._call_begin.finditer(text)]
         message: Message = {}
         calls: list[Fields] = []
         num_invalid = 0
-        # The text before the first call may have thinking and content; it is read on its own.
+        # The text before the first call, which may have thinking and content.
         try:
             message, _, _ = self._read(text[: begins[0]] if begins else text, prefix, tools)
         except _UNREADABLE:
-            # A text without a visible call may hide one call.
+            # Without a recognized beginning of a call, the unreadable text counts as one call.
             num_invalid += not begins
         # Each call reaches to the beginning of the next one.
         for begin, end in zip(begins, [*begins[1:], len(text)], strict=True):
@@ -120,8 +125,11 @@ class ReplyParser:
     def _read(
         self, text: str, prefix: str, tools: Sequence[Fields]
     ) -> tuple[Fields, list[Fields], int]:
-        """Returns (message without calls, calls in the form of templates and tools, number of
-        invalid calls)."""
+        """Returns (message without its calls, valid calls, number of invalid calls).
+
+        The calls have the form that chat templates and tools take. `prefix` is text before the
+        turn. Raises one of _UNREADABLE.
+        """
         message: Message = self._tokenizer.parse_response(
             text, self._template, prefix=prefix, tools=[*tools] or None
         )
@@ -138,9 +146,9 @@ class ReplyParser:
         return {**message, "content": content}, calls, len(raw_calls) - len(calls)
 
     def _prefix(self, context_ids: list[int]) -> str:
-        """Returns the text before a turn, as far as the parser needs it.
+        """Returns the text before a turn, or its end if that has all that the parser needs.
 
-        A long context is not decoded as a whole if its end is enough.
+        So a long context is rarely decoded as a whole.
         """
         tail = decode(self._tokenizer, context_ids[-_NUM_TAIL_TOKENS:])
         if any(anchor in tail for anchor in _as_list(self._template.get("start_anchor"))):
@@ -149,7 +157,7 @@ class ReplyParser:
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """Returns the text of tokens, with special tokens and with every blank."""
+    """Returns the text of tokens, including special tokens and all blanks."""
     text = tokenizer.decode(
         token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
     )
@@ -161,8 +169,8 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 
 
 def _response_template(chat_template: str, anchors: list[str], ends: list[str]) -> Fields:
-    """Returns the response template for the first format that fits the chat template."""
-    # The last format has no words, and fits every template.
+    """Returns a response template for the first known format that fits the chat template."""
+    # The last format has no words, so it fits every template.
     formats = yaml.safe_load(_FORMATS.read_text(encoding="utf-8"))
     fields = next(
         form["fields"] for form in formats if all(word in chat_template for word in form["words"])
@@ -190,13 +198,13 @@ def _read_call(raw_call: Any) -> Fields | None:
     try:
         function = msgspec.convert(raw_call.get("function", raw_call), _Function)
         arguments: Any = function.arguments
-        # Some formats have the arguments as JSON inside of JSON.
+        # Some formats write the arguments as a JSON string inside of JSON.
         if isinstance(arguments, str):
             arguments = msgspec.convert(json.loads(arguments), Fields | None)
     except (ValueError, AttributeError, RecursionError):
         return None
     arguments = arguments or {}
-    # Templates walk through arguments by recursion, so they must not be too deep.
+    # Templates walk through arguments by recursion, so deep arguments are refused.
     if not is_plain([function.name, arguments]):
         return None
     ids = {"id": raw_call["id"]} if isinstance(raw_call.get("id"), str) else {}

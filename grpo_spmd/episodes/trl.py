@@ -1,10 +1,9 @@
-"""This module runs tools and environments in TRL's form (1.16), in a worker: existing code runs
-unchanged.
+"""This module runs tools and environments written for TRL (1.16), unchanged, in a worker process.
 
-A tool is a function with types and a docstring. An environment is a class with `reset(**row)`,
-public methods, which are its tools, and perhaps `get_reward()`. All of them may be async. An error
-of a tool is its result, for the policy to read; an error of `reset` or `get_reward` is a failure of
-the environment.
+A tool is a function with type hints and a docstring. An environment is a class with `reset(**row)`,
+with public methods, which are its tools, and perhaps with `get_reward()`. All of them may be async.
+If a tool raises, its error is the result that the policy reads; if `reset` or `get_reward` raises,
+the environment has failed.
 """
 
 from __future__ import annotations
@@ -34,35 +33,43 @@ COLUMN = "environment"
 class TrlDriver:
     """Runs one episode at a time.
 
-    An environment is made once in a worker and reset for each episode, as in TRL.
+    An environment is made once in each worker and reset for each episode, as in TRL.
     """
 
     kind = "tools"
     tools: Mapping[str, Tool]
+    """The functions in `environment.tools` by name."""
     helper_factories: Sequence[Factory]
-    """They make environments that only have tools, for every episode."""
+    """They make the *helpers*: the shipped objects in `environment.tools`, which have tools and no
+    reward, and take part in every episode."""
     factories: Mapping[str, Factory]
-    """One entry with the name "", or several of which each row names one."""
+    """They make environments. There is one entry with the name "", or several, of which each row
+    names one."""
     reward_names: Sequence[str] = ()
     schemas: Sequence[Fields] = ()
     """JSON schemas of all tools."""
     report_tool: Callable[[str], None] = lambda name: None
-    """It gets the name of each called tool."""
+    """Called with the name of each tool before the tool is called."""
     environment: Any = None
     """The environment of the running episode."""
     environments: dict[str, Any] = field(default_factory=dict)
+    """The environments that were made so far, by the names of their factories."""
     has_printed: bool = False
-    """True after the first traceback of a tool, which goes to the log of the environments."""
+    """True after one traceback of a tool was printed to the environments' log; no more are."""
     episode_tools: dict[str, Tool] = field(default_factory=dict)
+    """The tools of the running episode by name."""
 
     @functools.cached_property
     def helpers(self) -> list[Any]:
-        """Returns the helpers, which are made in the worker once for all of its episodes."""
+        """Returns the helpers, which are made once in each worker, for all of its episodes."""
         return [make() for make in self.helper_factories]
 
     def begin(self, row: Fields) -> Fields:
-        """Returns {"messages": what reset returned, "tools": the schemas of this episode}."""
-        # Shipped tools keep state for one episode alone.
+        """Begins an episode.
+
+        Returns {"messages": what reset() returned, "tools": the schemas of this episode's tools}.
+        """
+        # Helpers keep no state from one episode to the next.
         for helper in self.helpers:
             resolve(helper.reset(**row))
         messages = None
@@ -80,7 +87,7 @@ class TrlDriver:
         return {"messages": messages, "tools": [checked_schema(tool, "tools") for tool in tools]}
 
     def _environment_of(self, row: Fields) -> Any:
-        """Returns a row's environment; takes the column that names it out of the row."""
+        """Returns the environment for a row. Removes the column that names it from the row."""
         name = "" if "" in self.factories else str(row.pop(COLUMN, None))
         if name not in self.factories:
             factories = ", ".join(self.factories)
@@ -92,9 +99,9 @@ class TrlDriver:
         return self.environments[name]
 
     def act(self, message: Mapping[str, Any]) -> Fields:
-        """Calls the tools that a message asks for.
+        """Calls the tools that a message asks for. Returns the fields of pool._ActValues.
 
-        As in TRL, the results of async tools, which run together, come after those of the others.
+        Async tools run concurrently; as in TRL, their results come after those of the other tools.
         """
         results: list[Message] = []
         pending: list[tuple[str, Awaitable[Any]]] = []
@@ -105,17 +112,17 @@ class TrlDriver:
             name = call["function"]["name"]
             arguments = call["function"]["arguments"]
             tool = self.episode_tools.get(name)
-            # The report comes first, so that a tool that hangs is named in the error.
+            # Reported before the call, so that the error about a tool that hangs names the tool.
             self.report_tool(name)
             try:
                 if tool is None:
                     raise ValueError(f"Tool {name} not found.")
                 result = tool(**arguments)
             except bdb.BdbQuit:
-                # The user left the debugger.
+                # The user has left the debugger.
                 raise
             except Exception as error:
-                # A TypeError may come from inside the tool, or from arguments that do not fit it.
+                # A TypeError comes from inside the tool, unless the arguments do not fit the tool.
                 is_misfit = isinstance(error, TypeError) and not _fits(tool, arguments)
                 # An unknown tool and misfitting arguments are the policy's mistake; other errors
                 # are the tool's.
@@ -130,7 +137,7 @@ class TrlDriver:
                 results.append(_tool_message(name, result))
         outcomes = _outcomes([awaitable for _, awaitable in pending]) if pending else []
         for (name, _), (result, raised) in zip(pending, outcomes, strict=True):
-            # Errors of a tool go to the policy; SystemExit and the debugger's end go to the worker.
+            # The policy gets the errors of tools. SystemExit and the debugger's end are raised.
             if isinstance(raised, Exception) and not isinstance(raised, bdb.BdbQuit):
                 tool_errors.append(f"tool {name!r} raised {describe_error(raised)}")
                 result = {"error": str(raised)}
@@ -151,7 +158,7 @@ class TrlDriver:
         }
 
     def end(self) -> dict[str, float | None]:
-        """Returns the result of get_reward under the name of its class."""
+        """Returns {name of the environment's class: result of get_reward()}, or {} without it."""
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return {}
@@ -179,23 +186,23 @@ def class_schemas(environment_class: type, key: str) -> list[Fields]:
     """Returns the schemas of a class's tools, without running its __init__. Raises ConfigError."""
     blank: Any = object.__new__(environment_class)
     names = tool_names(environment_class)
-    # Bound methods, as their schemas have no `self`.
+    # Bound methods, because their signatures have no `self`.
     methods = [getattr(environment_class, name).__get__(blank) for name in names]
     return [checked_schema(method, key) for method in methods]
 
 
 def checked_schema(tool: Tool, key: str) -> Fields:
-    """Returns the schema of a tool. Raises ConfigError if it has none."""
-    # Imported late: transformers takes seconds, and a gym environment or an agent has no tools.
+    """Returns the JSON schema of a tool. Raises ConfigError if none can be made."""
+    # Imported late: transformers takes seconds, and gym environments and agents have no tools.
     from transformers.utils import get_json_schema
 
     try:
         schema: Fields = get_json_schema(tool)
-    # transformers raises several kinds, for types and docstrings that say too little.
+    # transformers raises several types of exceptions if type hints or docstrings are incomplete.
     except Exception as error:
         raise ConfigError(
             f"{key}: {callable_name(tool)} has no schema: {' '.join(str(error).split())}; give "
-            "it types and a docstring of Google's style"
+            "it type hints and a Google-style docstring"
         ) from None
     return schema
 
@@ -210,6 +217,7 @@ def _fits(tool: Tool | None, arguments: Any) -> bool:
 
 
 def _tool_message(name: str, result: Any) -> Message:
+    """Returns a tool's result as a message. Blocks of text stay blocks; all else becomes text."""
     is_text_blocks = (
         isinstance(result, list)
         and result
@@ -219,7 +227,7 @@ def _tool_message(name: str, result: Any) -> Message:
 
 
 def resolve(value: Any) -> Any:
-    """Returns a value, or the result of an awaitable."""
+    """Returns the value itself or, if it is an awaitable, its result."""
     if not inspect.isawaitable(value):
         return value
     ((result, error),) = _outcomes([value])
@@ -229,13 +237,12 @@ def resolve(value: Any) -> Any:
 
 
 def _outcomes(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, BaseException | None]]:
-    """Returns (result, error) for each awaitable; one of them is None. The awaitables run
-    together."""
+    """Runs awaitables concurrently. Returns (result, None) or (None, error) for each of them."""
 
     async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
         try:
             return await awaitable, None
-        # SystemExit too, which would end the loop and leave the caller waiting.
+        # SystemExit too: it would end the loop, and the caller would wait for ever.
         except BaseException as error:
             return None, error
 
@@ -247,9 +254,10 @@ def _outcomes(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, BaseExcep
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Returns the process's event loop, which runs in a thread of its own, as in TRL.
+    """Returns the process's one event loop, which runs in a thread of its own, as in TRL.
 
-    A client that reset() made is bound to its loop, and its tasks go on between calls.
+    An async client that reset() makes is bound to the loop, and its tasks must go on running
+    between calls.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="async tools", daemon=True).start()

@@ -1,5 +1,5 @@
-"""This module is the program of the environments' processes: it imports the user's code and runs
-episodes.
+"""This module is the program of the environments' worker processes: it imports the user's code and
+runs episodes.
 
 python -m grpo_spmd.episodes.worker SOCKET_FD SETUP_FD PARENT_PID      (by pool.py; see nursery.py)
 """
@@ -33,15 +33,18 @@ Driver = TrlDriver | GymDriver | AgentDriver
 
 
 def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
-    """Runs in the nursery. Returns EnvironmentFacts, and a function that makes a worker's answers.
+    """Loads the user's code; runs in the nursery. Returns (facts, function): the fields of
+    EnvironmentFacts, and the function that makes a worker's Answer.
 
     Raises ConfigError.
     """
     config = EnvironmentConfig(**setup["environment"])
-    # Shared, so that a file is run once: a reward may ask for the class of an environment.
+    # Shared, so that each file is imported once. Otherwise an environment would not be an instance
+    # of the class that a reward function from the same file knows.
     modules: Modules = {}
     rewards = load_rewards([RewardConfig(**reward) for reward in setup["rewards"]], modules=modules)
-    # `call_reward` refuses `environments` in a reward pool, which has none; here they are passed.
+    # For each name in `takes`, `call_reward` passes an argument of its own: None for
+    # `environments`. Here the environment is passed as a column, so the name is removed.
     rewards = [
         replace(reward, takes=[name for name in reward.takes if name != "environments"])
         for reward in rewards
@@ -71,7 +74,8 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
 
 
 def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
-    """Returns the driver of the environment that the config describes; each worker has a copy."""
+    """Returns the driver of the environment that the config describes. Each forked worker has a
+    copy of it. Raises ConfigError."""
     if config.agent:
         return AgentDriver(load_named(config.agent, "environment.agent", "function", modules))
     if config.gym:
@@ -111,15 +115,15 @@ def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
 
 
 def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Fields) -> Fields:
-    """Returns the reply to a call, with the serial number of the call.
+    """Runs one call of the pool. Returns the reply, with the serial number of the call.
 
-    The reply is one of {"values": ...}, {"failed": error with its traceback}, {"broken": an error
-    of every episode}, {"quit": True} where the user left the debugger.
+    The reply is {"values": ...}, {"failed": an error with its traceback}, {"broken": a fault of the
+    code that does not depend on the episode}, or {"quit": True} if the user left the debugger.
     """
     call = {"serial": message["serial"]}
     try:
         values = _values(driver, rewards, message)
-        # A huge result is replaced by its size, so that the frame stays within its bound.
+        # Huge messages are replaced by their size, so that the frame stays within its bound.
         num_chars = len(str(values.get("messages")))
         if num_chars > max_chars:
             if message["method"] != "act":
@@ -127,10 +131,11 @@ def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Field
                     f"reset() gave {num_chars:,} characters, and {max_chars:,} are the most"
                 )
             values = {**values, "messages": [], "too_long": num_chars}
-        # Raises here, in the user's traceback, and not in the sending of the frame.
+        # Values that are not JSON must raise here, as a failure of the environment, and not when
+        # the frame is sent.
         json.dumps(values)
         return {"values": values, **call}
-    # SystemExit and KeyboardInterrupt too: the environment fails, not the worker.
+    # SystemExit and KeyboardInterrupt too: only the environment shall fail, and not the worker.
     except BaseException as error:
         return {**reply_to_error(error), **call}
 
@@ -138,7 +143,7 @@ def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Field
 def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
     """Runs one method of the driver and returns the values of the reply."""
     if message["method"] == "begin":
-        # The same seeds in a second attempt, and whichever process runs the episode.
+        # Seeded for each episode, so that it does not depend on the process or the attempt.
         random.seed(message["seed"])
         numpy.random.seed(message["seed"] % 2**32)
         row = message["row"]

@@ -1,6 +1,6 @@
-"""Completions: G for each prompt of a step, kept on disk until they are saved, and those of
-held-out sets.
+"""Rollouts: sampling a step's completions, keeping them on disk, and evaluating on held-out sets.
 
-Not here: vllm itself, rewards, advantages.
-Imports everything up to engine.
+Rewards by reward models and by the policy as judge are here too, since they use all ranks.
+Not here: vllm itself, other rewards, advantages.
+Imports everything up to episodes.
 """

@@ -1,4 +1,4 @@
-"""This module keeps finished completions on disk until their step is saved.
+"""This module keeps finished completions on disk until a checkpoint has saved their step.
 
 A resumed run does not sample these completions again.
 
@@ -6,9 +6,9 @@ A resumed run does not sample these completions again.
 
 A completion is used again only for the same prompt, sample and sampling settings, and for
 bit-identical weights (`weights_id`). After a resume, the weights are bit-identical at the step from
-which the run resumed; at later steps only where training is deterministic, as on a CPU. A process
-that dies leaves a file complete or absent. A damaged file, which does not match the hash in its
-name, is ignored.
+which the run resumed; at later steps only where training is deterministic, as on a CPU. If a
+process dies, each file is complete or absent. A damaged file, whose contents do not match the hash
+in its name, is ignored.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
 _FORMAT = "4"
-# Seconds between two writes: a kill without warning loses at most this much work.
+# Seconds between two writes: a process that is killed loses at most this much work.
 _WRITE_EVERY_S = 60.0
-# The settings that decide the content of an episode. Deadlines and process counts do not.
+# The settings that determine the content of an episode. Deadlines and numbers of processes do not.
 _EPISODE_SETTINGS = (
     "tools", "factory", "gym", "agent", "max_turns", "max_tokens", "history", "discount",
 )  # fmt: skip
@@ -69,7 +69,8 @@ class _File(msgspec.Struct):
     """The contents of a file."""
 
     identity: dict[str, str]
-    """What must match so that its completions are used."""
+    """The step, the weights and the settings of the completions, which are used only if these are
+    equal to the present ones."""
     records: list[_Record]
 
 
@@ -77,7 +78,7 @@ class StoredCompletion(NamedTuple):
     """The place of a finished completion on disk."""
 
     file: str
-    # The index of its record in the file.
+    # The index of the completion's record in the file.
     number: int
     num_tokens: int
 
@@ -85,9 +86,8 @@ class StoredCompletion(NamedTuple):
 class RolloutBuffer:
     """Keeps the completions of this rank, or its episodes, on disk during a step.
 
-    When a stopped run resumes, every rank finds what any of the ranks had kept.
-
-    An error of the disk gives a warning and nothing else.
+    When a stopped run resumes, every rank finds what any of the ranks had kept. An error of the
+    disk is logged as a warning and does not stop the run.
     """
 
     def __init__(
@@ -102,9 +102,9 @@ class RolloutBuffer:
     ) -> None:
         """Collective. Looks up on rank 0 which steps have files on disk.
 
-        With an `environment` completions are episodes. `rewards` look at environments, so their
-        values are stored with an episode. Episodes that were kept under other rewards or another
-        environment are not used.
+        With an `environment` completions are episodes. `rewards` are those that look at
+        environments, whose values are stored in the episodes. Episodes that were kept under other
+        rewards or another environment are not used.
         """
         self._run_dir = run_dir
         self._session = session
@@ -120,7 +120,7 @@ class RolloutBuffer:
         self._sampling_id = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._step = -1
         self._step_folder = Path()
-        # What a file of this step must say of itself.
+        # The identity that a file must have for its completions to be used in this step.
         self._identity: dict[str, str] = {}
         # The stored completions of this step, equal on all ranks.
         self._stored: dict[Key, StoredCompletion] = {}
@@ -133,11 +133,10 @@ class RolloutBuffer:
     def find(
         self, step: int, weights_id: str, prompts: Sequence[Prompt], num_samples: int
     ) -> dict[Slot, StoredCompletion]:
-        """Returns by (slot, sample) the stored completions of these weights, which need not be
-        sampled.
+        """Returns, by (slot, sample), the stored completions that need not be sampled again.
 
-        Collective on the first call of a step. The result is equal on all ranks, because it decides
-        which rank samples what.
+        They were sampled from the weights `weights_id`. Collective on the first call of a step. The
+        result is equal on all ranks, because it decides which rank samples what.
         """
         if step != self._step:
             self._begin_step(step, weights_id)
@@ -169,8 +168,8 @@ class RolloutBuffer:
         self._files = {}
         if step not in self._steps_on_disk:
             return
-        # Each rank reads some of the files. A file that a shared disk does not show yet is merely
-        # not used.
+        # Each rank reads some of the files. A file that a shared disk does not show to its rank yet
+        # is not used, and its completions are sampled again.
         entries: list[tuple[Key, StoredCompletion]] = []
         for path in sorted(self._step_folder.glob("*.msgpack")):
             if zlib.crc32(path.name.encode()) % self._session.world_size != self._session.rank:
@@ -209,9 +208,10 @@ class RolloutBuffer:
         return Completion(token_ids, logprobs, record.finish_reason, episode)
 
     def _map_file(self, name: str) -> _File:
-        """Returns a file of the step, of which only the requested bytes are read.
+        """Returns the contents of one of the step's files.
 
-        Raises OSError and ValueError.
+        The file is memory-mapped, so only those bytes are read that are used. Raises OSError or
+        ValueError if it cannot be read.
         """
         if name not in self._files:
             with open_regular(self._step_folder / name) as file:
@@ -220,7 +220,7 @@ class RolloutBuffer:
         return self._files[name]
 
     def keep(self, prompt: Prompt, sample: int, completion: Completion) -> None:
-        """Keeps a completion of the current step (that of the last `find`).
+        """Keeps a completion of the current step, which is the step of the last `find`.
 
         It is written within a minute, as long as generation goes on. A completion whose episode
         cannot be stored is not kept, so that a resume samples it again.
@@ -278,9 +278,9 @@ def steps_on_disk(run_dir: str | Path) -> list[int]:
 
 
 def delete_until(run_dir: str | Path, step: int) -> None:
-    """Deletes the completions of all steps up to and with `step`.
+    """Deletes the stored completions of all steps up to and including `step`.
 
-    One rank calls it, after the checkpoint of `step` is complete. Errors only give warnings.
+    One rank calls this, after the checkpoint of `step` is complete. Errors are logged as warnings.
     """
     for old_step in steps_on_disk(run_dir):
         if old_step <= step:
@@ -302,10 +302,10 @@ def _folder(run_dir: str | Path, step: int) -> Path:
 def environment_id(
     environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
 ) -> list[Any]:
-    """Returns the settings that decide episodes and the `rewards` that look at environments.
+    """Returns what identifies an environment and the `rewards` that look at it.
 
-    The third element has the SHA-256 of each file that these settings name. What these files import
-    or read is not included.
+    That is [settings that determine episodes, settings of the rewards, SHA-256 of each file that
+    these settings name]. What these files import or read is not included.
     """
     settings = config_to_dict(environment)
     episode_settings = {name: settings[name] for name in _EPISODE_SETTINGS}
@@ -315,7 +315,7 @@ def environment_id(
 
 
 def _files(settings: Any) -> Iterator[str]:
-    """Yields the files of all strings in `settings` that are "file.py:name"."""
+    """Yields the file of each string of the form "file.py:name" in `settings`."""
     if isinstance(settings, str):
         path, _, name = settings.rpartition(":")
         if name and path.endswith(".py"):
@@ -329,15 +329,15 @@ def _file_digest(path: str) -> str:
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        # The code that runs the file will refuse it.
+        # The code that loads the file will report the error.
         return f"{error.strerror}"
 
 
 def encode_episode(completion: Completion) -> bytes | None:
-    """Returns JSON that `read_episode` reads back as the same episode.
+    """Returns the episode as JSON from which `read_episode` makes the same episode again.
 
-    Returns None for an episode that is not kept: its environment failed, or its messages are not
-    JSON (NaN, endless nesting), so that it would come back changed.
+    Returns None for an episode that cannot be kept, because its environment failed, or because its
+    messages are not JSON (NaN, endless nesting) and would be read back changed.
     """
     assert completion.episode is not None
     if completion.episode.status in FAILED_STATUSES:

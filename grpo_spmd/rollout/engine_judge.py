@@ -1,7 +1,8 @@
-"""This module gives rewards by the run's own engine: the policy acts as judge.
+"""This module gives rewards by judges that the run's own vLLM engine serves: the policy judges.
 
-The judge reads a rubric with a completion in it, as rewards/remote/servers.py writes it. It replies
-greedily with the weights that have just sampled. The score is on the last line of the reply.
+A judge reads a rubric with a completion in it, as rewards/remote/servers.py writes it. Its reply is
+decoded greedily, with the same weights that have sampled the completion. The score is on the last
+line of the reply.
 """
 
 from __future__ import annotations
@@ -23,22 +24,25 @@ from grpo_spmd.rewards.remote.servers import Judge, assistant_text
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
-# A word for the rubric's place; no chat template contains it.
+# A word that stands in the rubric's place in a trial prompt. No chat template contains it.
 _PLACEHOLDER = "asked7c1f0b"
-# How many characters of a reply without a score an error shows.
+# The number of characters that an error shows of a reply without a score.
 _MAX_SHOWN_CHARS = 200
 # Identifies a completion over all ranks: (slot of its group, its number in the group).
 Key = tuple[int, int]
 
 
 class EngineJudge:
-    """Writes one judge's prompts in tokens of the policy, and reads the score in its replies."""
+    """One judge. It encodes prompts as tokens of the policy, and reads the scores in replies."""
 
     def __init__(
         self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
     ) -> None:
-        """Raises ConfigError for an unsuitable tokenizer, or a rubric that leaves no room for a
-        completion."""
+        """`entry` is the judge's place in the config, such as "rewards.0".
+
+        Raises ConfigError for an unsuitable tokenizer, or for a rubric that leaves no room for a
+        completion.
+        """
         self.name = config.metric_name
         self.reply_tokens = config.judge_tokens
         self._judge = Judge(config, f"{entry}.judge")
@@ -48,7 +52,7 @@ class EngineJudge:
         pieces = render(tokenizer, [{"role": "user", "content": _PLACEHOLDER}]).split(_PLACEHOLDER)
         if len(pieces) != 2:
             raise ConfigError(
-                f"{entry}: the chat template of model.path does not say a user's message just once"
+                f"{entry}: the chat template of model.path must write a user's message just once"
             )
         self._prefix, self._suffix = pieces
         empty = dict.fromkeys(self._judge.needs)
@@ -69,12 +73,13 @@ class EngineJudge:
         return ids if len(ids) <= self._max_prompt_tokens else None
 
     def _encode(self, inputs: Mapping[str, Any]) -> list[int]:
+        """Returns the tokens of the judge's prompt: the rubric, filled in, as a user's message."""
         columns = {name: [value] for name, value in inputs.items() if name not in CALL_COLUMNS}
         completion = assistant_text(inputs["completions"])
         body = self._judge.body([inputs["prompts"]], [completion], columns)
         content = without_surrogates(body["messages"][0]["content"])
-        # The whole rubric is data: a completion that imitates the end of a turn must not end the
-        # judge's turn, and reply to itself.
+        # The whole filled-in rubric is data. Otherwise a completion with special tokens in its text
+        # could end the user's message and write the judge's reply itself.
         start = len(self._prefix)
         return self._plain.encode(
             f"{self._prefix}{content}{self._suffix}", [(start, start + len(content))]
@@ -91,7 +96,7 @@ class EngineJudge:
 
 
 class EngineJudges:
-    """Scores with all judges of the run that are its own engine; it is a Scorer.
+    """The Scorer for all judges that the run's own vLLM engine serves.
 
     It scores while the engine is awake.
     """
@@ -105,8 +110,8 @@ class EngineJudges:
         session: Session,
         check: Callable[[], None],
     ) -> None:
-        """`prompt_tokens` has the longest prompt of each judge, by its index in `rewards`. `check`
-        is called by all ranks after each generation; it raises on all if one was aborted.
+        """`prompt_tokens` has the most tokens of a prompt of each judge, by its index in `rewards`.
+        All ranks call `check` after each generation; it raises on all of them if one was aborted.
 
         Raises ConfigError.
         """
@@ -120,8 +125,9 @@ class EngineJudges:
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the judges' scores, as a Scorer does."""
-        # A cached prefix is computed in chunks of other sizes, which rounds differently: a reply
-        # must not depend on earlier samples, nor the next prompts of a step on what was judged.
+        # With a cached prefix a prompt is computed in chunks of other sizes, which rounds
+        # differently. The cache is emptied before, so that replies do not depend on earlier
+        # samples, and after, so that later samples do not depend on what was judged.
         self._engine.reset_prefix_cache()
         results = [self._score_with(judge, groups, scored) for judge in self._judges]
         self._engine.reset_prefix_cache()
@@ -164,7 +170,7 @@ class EngineJudges:
         """Collective. Returns the greedy reply to each of this rank's prompts.
 
         The prompts of all ranks are distributed over the engines like those of a rollout. The
-        prompts of one group go to one engine, since they have the same beginning.
+        prompts about one group go to one engine, since they have the same beginning.
         """
         all_prompts = {
             (slot, number): ids for (slot, number), ids in self._gather(list(prompts.items()))
@@ -177,7 +183,7 @@ class EngineJudges:
             prompt_ids = all_prompts[jobs[job][number]]
             return Request(prompt_ids, None, 0.0, max_tokens, is_rollout=False, ends_at_stops=False)
 
-        # An engine without a version refuses the generation, so the version is 0.
+        # An engine without weights has no version, and refuses 0 like any other version.
         version = self._engine.policy_version or 0
         sizes = [len(keys) for keys in jobs]
         conversations = self._engine.generate_shared(sizes, GenerationHooks(request), version)

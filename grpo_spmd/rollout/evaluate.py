@@ -1,10 +1,11 @@
 """This module evaluates the policy on held-out sets during training, distributed over all ranks.
 
-Each evaluation of a run draws the same random numbers, which depend on (seed, set, row, sample). So
-two evaluations differ more by learning and less by chance. A completion is *correct* if the first
-entry of `rewards` gives it more than 0.5: put the verifier first, and rewards that shape the
-training (format, length) after it. A completion whose reward is unknown (None, NaN, timeout) counts
-as incorrect. An *outcome* is the record of one completion's measured values.
+All evaluations of a run draw the same random numbers, which depend on (seed, set, row, sample). So
+a difference between two evaluations is due to learning more than to chance. A completion is
+*correct* if the first entry of `rewards` gives it more than 0.5: put the verifier first, and
+rewards that shape the training (format, length) after it. A completion whose reward is unknown
+(None, NaN, timeout) counts as incorrect. An *outcome* is the record of one completion's measured
+values.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
 
 _log = logging.getLogger("grpo_spmd")
-# The lowest temperature above 0 at which vLLM samples.
+# The lowest temperature above 0 at which vLLM samples; it raises lower ones to this.
 _MIN_TEMPERATURE = 0.01
 # The prompts of each set, equal on all ranks.
 HeldOut = Mapping[str, Sequence[Prompt]]
@@ -50,12 +51,12 @@ Metrics = dict[str, float | None]
 
 
 class Outcome(NamedTuple):
-    """The measured values of one completion in an evaluation. It crosses ranks as JSON."""
+    """The measured values of one completion in an evaluation. Ranks send outcomes as JSON."""
 
     # The weighted sum of the rewards; None if it is unknown.
     reward: float | None
     correct: bool
-    # True if its reward, or the verifier's, is unknown.
+    # True if the sum of its rewards, or the reward of the verifier, is unknown.
     unscored: bool
     truncated: bool
     num_tokens: int
@@ -70,17 +71,18 @@ class Evaluator:
     held_out: HeldOut
     engine: RolloutEngine
     score: Score
-    """Scores on this rank. Here a group is one completion, and its slot is its number over all
-    sets."""
+    """Scores this rank's groups. In an evaluation a group has a single completion, and its slot is
+    the completion's index among those of all sets."""
     config: EvalConfig
     seed: int
     max_error_frac: float
-    """That of `reward_pool`."""
+    """The fraction of failed rewards at which an evaluation stops the run
+    (`reward_pool.max_error_frac`)."""
     writer: RolloutWriter | None
-    """Makes eval_<set>_step_<step>.jsonl; with None there is no dump."""
+    """Writes eval_<set>_step_<step>.jsonl; None if completions are not dumped."""
     environments: Environments | None = None
     watched_rewards: Collection[str] = ()
-    """The rewards whose failures do not count."""
+    """The names of rewards that are only watched (weight 0), whose failures never stop the run."""
 
     def __post_init__(self) -> None:
         # By slot: (set, the prompt's index in the set, the sample's number).
@@ -94,7 +96,7 @@ class Evaluator:
     def evaluate_if_due(self, step: int) -> Metrics:
         """Collective. Returns the metrics of `evaluate`, or nothing if no evaluation is due.
 
-        It is due before the training and after each `eval.every_steps`-th step.
+        An evaluation is due before the training and after every `eval.every_steps` steps.
         """
         every = self.config.every_steps
         return {} if every == 0 or step % every else self.evaluate(step)
@@ -105,11 +107,13 @@ class Evaluator:
 
         The policy after `step` steps samples `eval.num_samples` completions for every prompt.
         Completions, not prompts, are distributed, so that one prompt with 64 samples keeps all
-        engines busy. Later samples of the training do not depend on this. Raises Rank0Error on
-        every rank where a reward fails for `reward_pool.max_error_frac` of the completions.
+        engines busy. What the training samples later does not depend on evaluations. Raises
+        Rank0Error on every rank if a reward fails for `reward_pool.max_error_frac` of the
+        completions.
         """
-        # The engine already has the weights for the next step, so its version is step + 1.
+        # Forget at which temperatures the engine sampled before this evaluation.
         self.engine.take_sampling()
+        # The engine already has the weights for the next step, so its version is step + 1.
         groups = self._sample(step + 1)
         sampling = self.engine.take_sampling()
         scored = self.score(groups, num_step_completions=len(self._samples))
@@ -154,8 +158,8 @@ class Evaluator:
             policy_version=policy_version,
             evaluation=self.config,
         )
-        # A training prompt with a cached prefix would be computed in chunks of other sizes, which
-        # rounds differently.
+        # A later training prompt with a cached prefix would be computed in chunks of other sizes,
+        # which rounds differently.
         engine.reset_prefix_cache()
         groups = [
             RolloutGroup(slot, self._prompt(slot), turns) for slot, [turns] in conversations.items()
@@ -164,6 +168,7 @@ class Evaluator:
         return groups[engine.tp_rank :: engine.tp_size] if self.environments is None else groups
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
+        """Returns the prompt of a conversation, and the function for the seeds of its turns."""
         slot = conversation[0]
         name, _, sample = self._samples[slot]
         prompt = self._prompt(slot)
@@ -231,7 +236,10 @@ class Evaluator:
 
 def check_sampling(sampling: Iterable[Sequence[float]], expected: EvalConfig) -> None:
     """Raises EngineStateError if the engine sampled an evaluation at another temperature or top_p
-    than `expected`: its figures would look right. `sampling` has pairs of both."""
+    than `expected` says. Nothing in the metrics would show that.
+
+    `sampling` has the pairs (temperature, top_p) at which the engine sampled.
+    """
     for temperature, top_p in sampling:
         # vLLM raises temperatures between 0 and 0.01 to 0.01.
         is_right = abs(temperature - expected.temperature) <= _MIN_TEMPERATURE
@@ -244,8 +252,8 @@ def check_sampling(sampling: Iterable[Sequence[float]], expected: EvalConfig) ->
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:
-    """Returns the outcome of each group by slot; a group is one completion."""
-    # The verdicts are the values of the first entry of `rewards`.
+    """Returns the outcome of each group by slot. Each group has a single completion."""
+    # The verdict on a completion is its value of the first entry of `rewards`.
     verdicts = next(iter(scored.by_name.values()), [])
     outcomes = {}
     for group, text, reward, verdict in zip(
@@ -266,11 +274,11 @@ def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> 
 
 
 def summarise(outcomes: Sequence[Outcome], num_samples: int) -> Metrics:
-    """Returns the metrics of one set from the outcomes of its completions, `num_samples` for each
-    prompt.
+    """Returns the metrics of one set from the outcomes of its completions.
 
-    The k of `pass_at_<k>` is 1, 2, 4, ... below n, and n. `mean` leaves out unknown rewards; it is
-    None if all are unknown.
+    Each prompt has `num_samples` successive outcomes. The k of `pass_at_<k>` are the powers of 2
+    below `num_samples`, and `num_samples`. `mean` leaves out unknown rewards; it is None if all are
+    unknown.
     """
     prompts = [outcomes[i : i + num_samples] for i in range(0, len(outcomes), num_samples)]
     rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
@@ -304,7 +312,7 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority(answers: Sequence[str], correct: Sequence[bool]) -> float:
     """Returns the fraction of correct completions among those with the most common answer.
 
-    On a tie the completions of all most common answers count.
+    If several answers are equally common, the completions with any of them count.
     """
     modes = multimode(answers)
     winners = [

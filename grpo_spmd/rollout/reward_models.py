@@ -1,10 +1,9 @@
-"""This module gives rewards by reward models: sequence classifiers that score completions of all
-ranks.
+"""This module gives rewards by reward models, which are sequence classifiers.
 
-Completions are divided evenly over the ranks, in an order that does not depend on the rank that
-sampled them. So no rank waits for one that has more to score, and the same texts share a forward
-pass however fast the engines were (the neighbours in a pass can change a score's last bits).
-Several texts are *packed* into one row, which is one forward pass.
+The completions of all ranks are divided evenly over the ranks, in an order that does not depend on
+which rank sampled what. So no rank waits for one that has more to score, and the same texts share a
+forward pass however fast the engines were (the other texts of a pass can change a score's last
+bits). Several texts are *packed* into one row, which is one forward pass.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 
 
 class ModelReward:
-    """One reward model of the run. Its parameters wait in host memory except while it scores."""
+    """One reward model of the run. Its parameters are in host memory except while it scores."""
 
     def __init__(self, name: str, model: RewardModel, texts: RewardTexts, max_tokens: int) -> None:
         """`max_tokens` is the most tokens of a packed row."""
@@ -54,12 +53,12 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        Every rank raises Rank0Error if `check` is given and its plain computation gives another
-        score on any rank.
+        If `check` is given, it computes scores again in a plain way, and every rank raises
+        Rank0Error if a score differs on any rank.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(self.name, len(completions))
-        # Token ids by the completion's number.
+        # The token ids of the completions that can be scored, by the completion's number.
         inputs: dict[int, list[int]] = {}
         for number, ((group, n), text) in enumerate(zip(completions, texts, strict=True)):
             try:
@@ -74,7 +73,7 @@ class ModelReward:
                 continue
             if ids is not None:
                 inputs[number] = ids
-        # A completion's slot and sample identify it over all ranks.
+        # The slot and the sample of a completion identify it among those of all ranks.
         keys = [(group.slot, n) for group, n in (completions[number] for number in inputs)]
         self._parked.fetch()
         scores = score_over_ranks(keys, [*inputs.values()], self._max_tokens, self._score_row)
@@ -102,23 +101,20 @@ class ModelReward:
 
 @dataclass
 class RewardModels:
-    """Scores with all reward models of the run; it is a Scorer.
-
-    They score after the engine has finished.
-    """
+    """The Scorer for all reward models of the run. They score after the engine has finished."""
 
     models: Sequence[ModelReward]
     engine: RolloutEngine
     checks: Mapping[str, RewardModelCheck]
-    """The checks by the model's name; none where `proofs.signals` is off.
+    """The checks by the model's name; empty if `proofs.signals` is off.
 
-    They run at each scoring (also of an evaluation) in the steps of `schedule`."""
+    In the steps of `schedule` they run at each scoring, also in an evaluation."""
     schedule: ProofSchedule
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
         """Collective. Returns the models' scores, as a Scorer does."""
         is_due = self.schedule.is_due(self.engine.policy_version or 0)
-        # From here on the device's memory belongs to the models.
+        # Puts the engine to sleep: from here on the reward models use the device's memory.
         self.engine.rest()
         return merge_results(
             [
@@ -171,24 +167,24 @@ def score_over_ranks(
 ) -> list[float]:
     """Collective. Returns the score of each of this rank's `texts` (perhaps none).
 
-    `keys` identify the texts over all ranks. `score` takes the texts of a row, at most `max_tokens`
-    tokens together, with texts of equal length next to each other, and returns their scores [S]; a
-    row may be empty. `score` is called equally often on all ranks.
+    `keys` identify the texts over all ranks. `score` takes the texts of a row, of at most
+    `max_tokens` tokens together and sorted by length, and returns their scores [S]. It is called
+    equally often on all ranks, so a row may be empty.
     """
     rank = dist.get_rank()
     report = (keys, [len(text) for text in texts])
     # Every rank computes the same rows from the same lengths.
     reports = exchange_values([report] * dist.get_world_size())
     rows = rows_of_ranks(reports, max_tokens)
-    # By receiving rank: the numbers of this rank's texts to send, in the order of its rows.
+    # For each rank: the indices of this rank's texts that are sent to it, in the order of its rows.
     numbers = [[n for row in theirs for source, n in row if source == rank] for theirs in rows]
     sent = [[texts[n] for n in one_rank] for one_rank in numbers]
     arriving = [iter(received) for received in exchange_values(sent)]
-    # An empty row has one score too, which is left out.
+    # For an empty row `score` returns one value, which is left out.
     row_scores = [
         score([next(arriving[source]) for source, _ in row])[: len(row)] for row in rows[rank]
     ]
-    # The scores come to the host once: to wait for each row would leave the device idle in between.
+    # All scores are copied to the host at once: to wait for each row would leave the device idle.
     values = torch.cat(row_scores).cpu().tolist() if row_scores else []
     scores: list[list[float]] = [[] for _ in rows]
     for (source, _), value in zip(chain.from_iterable(rows[rank]), values, strict=True):
@@ -203,12 +199,12 @@ def score_over_ranks(
 def rows_of_ranks(
     reports: Sequence[tuple[Sequence[Any], list[int]]], max_tokens: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Returns for each rank the texts that it forwards together, row by row.
+    """Returns for each rank its rows: the texts that go through the model together.
 
-    A text is (rank that has it, its number there); the longest of a row comes first. `reports` are
-    each rank's keys and lengths.
+    A text is (rank that has it, its index there). The longest text of a row comes first. `reports`
+    has the keys and the lengths of each rank's texts.
     """
-    # Sorted by key, the order does not depend on which rank has which text.
+    # Sorted by key, so that the order does not depend on which rank has which text.
     entries = sorted(
         (key, length, source, number)
         for source, (keys, lengths) in enumerate(reports)
@@ -229,18 +225,18 @@ def rows_of_ranks(
 
 
 class TextError(ValueError):
-    """A rollout cannot be written for the model; the message says why."""
+    """The error for a rollout that cannot be encoded for the model; the message says why."""
 
 
 class RewardTexts:
-    """Writes a rollout as token ids for a reward model, with the model's own tokenizer and chat
+    """Encodes rollouts as token ids for a reward model, with the model's own tokenizer and chat
     template.
 
     Chat messages and episodes go through the model's chat template, with the completion as the
-    assistant's message, without a generation prompt. Plain text is the prompt followed by the
-    completion: the policy's own token ids if the model has the policy's whole vocabulary, else the
-    text encoded again. What policy and tools wrote is data: where it spells a special token, it
-    becomes the tokens of its letters.
+    assistant's message, without a generation prompt. If the prompt is plain text, the completion
+    follows it directly: as the policy's token ids if the model has the policy's whole vocabulary,
+    else as text that is encoded again. What the policy and tools wrote is data: where it spells a
+    special token, it becomes ordinary tokens for the letters.
     """
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
@@ -254,9 +250,9 @@ class RewardTexts:
         )
 
     def ids_of(self, prompt: Prompt, completion: Completion, text: str) -> list[int] | None:
-        """Returns the token ids, or None if they are too many for a score.
+        """Returns the token ids of a rollout, or None if they are too many to be scored.
 
-        `text` is the decoded completion. Raises TextError.
+        `text` is the decoded completion. Raises TextError if the rollout cannot be encoded.
         """
         ids = self._encode(prompt, completion, text)
         if not ids:
@@ -267,6 +263,7 @@ class RewardTexts:
         return ids[-max_tokens:] if self._files.drops_start else None
 
     def _encode(self, prompt: Prompt, completion: Completion, text: str) -> list[int]:
+        """Returns all token ids of a rollout. Raises TextError."""
         episode = completion.episode
         before = prompt.text_before(completion)
         if isinstance(before, str):
@@ -277,15 +274,16 @@ class RewardTexts:
             messages = [{"role": "user", "content": before}]
         else:
             messages = list(before)
-        # The data set's own messages; further ones are of reset() or of an agent.
+        # The number of messages from the data set, which are not data in the sense of chat_format.
+        # Further ones come from an environment's reset() or from an agent.
         num_dataset = len(messages) if before == prompt.text else 0
         if isinstance(prompt.text, list):
             num_dataset = len(prompt.text)
         answer = [{"role": "assistant", "content": text}] if episode is None else episode.messages
         render_text = partial(render, self.tokenizer, generate=False, template=self._files.template)
         try:
-            # What policy, tools and reset() wrote is data: it must not end its turn and begin
-            # another.
+            # What the policy, tools and reset() wrote is data: it must not end its message and
+            # begin another one.
             rendered, data = render_with_data(
                 self._plain,
                 render_text,
@@ -298,7 +296,10 @@ class RewardTexts:
             raise TextError(f"cannot be shown to it: {error}") from None
 
     def _encode_text(self, prompt: str, completion: str) -> list[int]:
-        """Returns the tokens of plain text, with those that the tokenizer adds at both ends."""
+        """Returns the tokens of plain text, including those that the tokenizer adds at both ends.
+
+        The completion is data, the prompt is not.
+        """
         text = prompt + completion
         framed = self.tokenizer(text, return_special_tokens_mask=True)
         ids = list(framed["input_ids"])

@@ -3,7 +3,7 @@
 It decides the random seeds, which rank scores which group, and what need not be sampled again after
 a restart. A *slot* is the index of a prompt in the step. A *job* is a slot that still has
 completions to generate, and a *round* is one call of `Sampler.sample`. Slow rewards are called
-while other groups are still sampled (`early_rewards`), the groups with the longest expected
+while other groups are still being sampled (`early_rewards`), the groups with the longest expected
 completions begin first (ExpectedLengths), and tail batching ends a step early (TailBatching).
 """
 
@@ -56,8 +56,9 @@ class Sampler:
     early_rewards: RewardPool | None = None
     """If set, slow rewards are called for a group as soon as it is complete (never for episodes).
 
-    The reward processes work next to the engine, which waits for a group's decoding and for
-    microseconds between two steps. The scores of a group do not depend on when it is scored."""
+    The reward processes run beside the engine, which is only delayed while a group is decoded, and
+    by microseconds between two of its steps. The scores of a group do not depend on when it is
+    scored."""
     tokenizer: Any = None
     """Decodes the groups that are scored early."""
 
@@ -69,9 +70,9 @@ class Sampler:
 
         The prompts are equal on all ranks. They go to engines by `rollout.schedule`, and the groups
         of one engine to its ranks in turn: each group is on exactly one rank, and a rank may have
-        none. `step` decides the random numbers; `weights_id` names the weights that the engine
-        holds (SyncStats). A generation that is aborted keeps the finished completions; its groups
-        are not complete, and `Preemption.guard` ends the step.
+        none. `step` determines the random numbers; `weights_id` names the weights that the engine
+        holds (SyncStats). If the generation is aborted, the finished completions are kept on disk.
+        The groups are then incomplete, and `Preemption.guard` ends the step.
         """
         stored: dict[Slot, StoredCompletion] = {}
         if self.buffer is not None:
@@ -124,14 +125,15 @@ def generate(
     expected: Sequence[float] | None = None,
     **hooks: Any,
 ) -> dict[int, list[list[Completion]]]:
-    """Collective. Returns a dict from job to the conversations of this engine, of which each is a
-    list of one completion.
+    """Collective. Samples one completion for each conversation. Returns, for each job of this
+    engine, a list with one list [completion] for each of the job's conversations.
 
     Job j has `sizes[j]` conversations, which one engine samples. With environments a completion is
-    an episode, and an engine's other ranks get {}. `task` returns the prompt and the seeds of a
-    conversation. `evaluation` has the settings of an evaluation; None for rollouts. `expected` has
-    the expected tokens of one completion by job, equal on all ranks; None if they are unknown.
-    `hooks` are further fields of GenerationHooks; only `on_completion` is for episodes too.
+    an episode, and only the first rank of an engine gets any. `task` returns the prompt of a
+    conversation and the function for its seeds. `evaluation` has the settings of an evaluation;
+    None for rollouts. `expected` has the expected tokens of one completion by job, equal on all
+    ranks; None if they are unknown. `hooks` are further fields of GenerationHooks, of which only
+    `on_completion` is used for episodes.
     """
     if environments is not None:
         return environments.generate(
@@ -180,6 +182,7 @@ class _Round:
             slot: [sample for sample in self._samples if (slot, sample) not in stored]
             for slot in range(len(prompts))
         }
+        # The slot of each job.
         self.jobs = [slot for slot, samples in self.missing.items() if samples]
         # Ranks of an engine share its groups. Episodes all belong to the engine's first rank, which
         # has their environments.
@@ -203,7 +206,7 @@ class _Round:
         slot = self.jobs[conversation[0]]
         prompt = self._prompts[slot]
         sample = self.missing[slot][conversation[1]]
-        # The seed depends on the steps before this one, so step 1 has 0.
+        # The seed depends on the number of finished steps, which is 0 in step 1.
         return prompt, partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)
 
     def finish(self, job: int, number: int, completion: Completion) -> None:
@@ -226,18 +229,18 @@ class _Round:
     def groups(self, jobs: Iterable[int], slots: set[int]) -> list[RolloutGroup]:
         """Returns the groups that this rank scores, in the order of their slots.
 
-        `jobs` are those that this engine has finished. `slots` are the prompts' places that belong
-        to the step: with tail batching more are started than a step trains on.
+        `jobs` are those that this engine has finished. `slots` are those that belong to the step:
+        with tail batching more are started than a step trains on.
         """
         scored: list[int] = []
-        # A group that was complete before (its samples were stored) has no job: such groups are
-        # dealt out over the ranks.
+        # A group whose samples were all stored has no job. Such groups are distributed over the
+        # ranks.
         complete = [slot for slot, samples in self.missing.items() if not samples and slot in slots]
         if self._tp_rank < self._num_sharing:
             scored += complete[self.rank :: self.num_ranks]
         finished = slots.intersection(self.jobs[job] for job in jobs)
         scored += filter(self._is_scored_here, finished)
-        # Where scoring has begun, the rewards know the group by its identity.
+        # A group whose scoring has begun must be the same object again (RewardPool.start_early).
         return [self._begun.get(slot) or self._build_group(slot) for slot in sorted(scored)]
 
     def _is_scored_here(self, slot: int) -> bool:
@@ -258,9 +261,10 @@ class _Round:
 class ExpectedLengths:
     """Estimates the lengths of completions, so that the longest begin first.
 
-    No token depends on it. The estimate for a prompt is the mean length of its completions when it
-    was last sampled in this launch, an epoch ago. Rank 0 keeps it for each row that was sampled. A
-    resumed run begins without estimates, which costs time and changes nothing else.
+    The sampled tokens do not depend on it. The estimate for a prompt is the mean length of its
+    completions when it was last sampled in this launch, an epoch ago. Rank 0 keeps it for each row
+    that was sampled. A resumed run begins without estimates, which costs time and changes nothing
+    else.
     """
 
     def __init__(self) -> None:
@@ -275,8 +279,8 @@ class ExpectedLengths:
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
         """Notes the groups that this rank sampled; rank 0 gets them with the next `estimate`.
 
-        `dropped` are prompts whose groups ran at the same time as those of all ranks and were not
-        finished, so that they may be at least as long as the longest.
+        `dropped` are prompts whose groups tail batching has dropped. They were not finished when
+        the other groups were, so they are counted as being as long as the longest of these.
         """
         for group in groups:
             lengths = [len(completion.token_ids) for completion in group.completions]
@@ -290,15 +294,15 @@ class ExpectedLengths:
         """Collective. Returns for each prompt the expected tokens of a completion, equal on all
         ranks.
 
-        The estimate is the mean of the last time, or the mean of the previous round's prompts.
-        `stored_lengths`, equal on all ranks, are (index in `prompts`, tokens) of the stored
-        completions. The missing completions of such a prompt ran at the same time and were not
-        finished, so that they may be at least as long as the longest stored one.
+        The estimate is the mean length when the prompt was last sampled or, for a new prompt, the
+        mean over the previous round. `stored_lengths`, equal on all ranks, has (index in `prompts`,
+        tokens) for each stored completion. If a prompt has any, the estimate is the longest of
+        them: its missing completions had run as long and were not finished.
         """
         report = self._report
         self._report = []
         means: list[float] = on_rank0(lambda reports: self._look_up(reports, prompts), report)
-        # Of several lengths of a prompt the longest comes last, and stays.
+        # The longest of a prompt's lengths comes last, so it is the one that the dict keeps.
         longest_stored = dict(sorted(stored_lengths))
         return [longest_stored.get(slot, tokens) for slot, tokens in enumerate(means)]
 
@@ -320,11 +324,12 @@ class ExpectedLengths:
 
 
 class TailRace:
-    """One short round of tail batching, as this rank's engine sees it.
+    """One round of tail batching, which ends as soon as enough groups are complete on all engines
+    together. Each rank has the view of its own engine.
 
-    Engines count complete groups in the run's key-value store. The value to which a group brings
-    the count is the group's place in the order of completion. So all engines know the order and
-    nobody waits to learn it.
+    Engines count complete groups in the run's key-value store: when a group is complete, its engine
+    raises the count by one. The new count is the group's place in the order of completion over all
+    engines, so an engine knows it without waiting for the others.
     """
 
     def __init__(
@@ -335,11 +340,12 @@ class TailRace:
         stored_lengths: Sequence[tuple[int, int]],
         is_first: bool,
     ) -> None:
-        """`counter` is the key of the count in the store. `missing` has the samples to generate by
-        slot; slots without any come first in the order of completion.
+        """`counter` is the key of the count in the store, and `num_wanted` the number of groups
+        that the step needs. `missing` has the samples to generate by slot; slots without any come
+        first in the order of completion.
 
-        `stored_lengths` are (slot, tokens) of completions that need not be sampled. With `is_first`
-        this rank reports for its engine.
+        `stored_lengths` are (slot, tokens) of completions that need not be sampled. `is_first` is
+        True on the first rank of an engine, which reports for the engine.
         """
         self._counter = counter
         self._complete = [slot for slot, samples in missing.items() if not samples][:num_wanted]
@@ -349,8 +355,7 @@ class TailRace:
         self._num_unfinished = {slot: len(samples) for slot, samples in missing.items()}
         # This engine's complete groups as (count, slot).
         self._order: list[tuple[int, int]] = []
-        # This engine's completions as (slot, tokens), and the requests that it dropped with a slot
-        # of None.
+        # (slot, tokens) of this engine's completions. The slot is None for a dropped request.
         self._lengths: list[tuple[int | None, int]] = []
 
     def finish(self, slot: int, num_tokens: int) -> bool:
@@ -404,7 +409,7 @@ class TailRace:
 
 @dataclass
 class TailBatching:
-    """Fills a step with the groups that are complete first; the other prompts wait for a later
+    """Fills each step with the groups that are complete first. The other prompts wait for a later
     step.
 
     Training stays on-policy: a dropped prompt is sampled again, by the policy of the step that
@@ -450,7 +455,7 @@ class TailBatching:
 def open_tail(
     fresh: PromptStream, num_rows: int, rollout: RolloutConfig, waiting: Sequence[int]
 ) -> tuple[TailStream, TailBatching]:
-    """Returns the stream and the batching of a run.
+    """Makes the stream and the batching for a run with tail batching.
 
     `waiting` has the positions in the stream of prompts that an earlier launch began and did not
     train on. Raises ConfigError if the data has fewer rows than one generation launches.

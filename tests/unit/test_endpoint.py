@@ -98,7 +98,7 @@ def test_the_stock_client_works(endpoint: Endpoint, caplog: pytest.LogCaptureFix
         *[[400, "invalid_request"]] * 3,
         [413, "body_too_large"],
     ]
-    assert sync["errors"][0][3] == "`n`=2 is not done here; leave it out"
+    assert sync["errors"][0][3] == "`n`=2 is not supported; leave it out"
     assert sync["errors"][-1] == [
         400,
         "context_length_exceeded",
@@ -109,7 +109,7 @@ def test_the_stock_client_works(endpoint: Endpoint, caplog: pytest.LogCaptureFix
     assert sync["session"][:3] == [404, "not_found", "NotFoundError"]
     assert result["async"] == [[f"(3, {i}): number {j}" for j in range(3)] for i in range(8)]
     assert [record.message for record in caplog.records if "ignored" in record.message] == [
-        "an agent's `temperature` is ignored: turns are sampled as `rollout` says"
+        "an agent's `temperature` is ignored: the run's config sets how to sample"
     ]
 
 

@@ -181,7 +181,7 @@ def test_peft_loads_adapters(tmp_path: Path) -> None:
     ids = torch.tensor([[4, 9, 2, 7]])
     assert torch.equal(loaded(ids).logits, adapted(ids).logits)
     with pytest.raises(
-        ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are float32 always"
+        ConfigError, match=r"^--dtype bfloat16: .* holds adapters, which are always float32"
     ):
         export_checkpoint(tmp_path / "c", tmp_path / "other", "bfloat16")
 
@@ -275,7 +275,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         (
             gone,
             None,
-            r"^--merge: the base model .*gone is not to be found .*; name it with --base$",
+            r"^--merge: the base model .*gone cannot be found .*; name it with --base$",
         ),
         (
             gone,

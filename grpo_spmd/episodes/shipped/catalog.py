@@ -1,7 +1,8 @@
 """This module has the tools and environments that the config may name without a file.
 
 They are `python` (a tool that runs the policy's code in the sandbox and keeps its variables for the
-next call), `countdown` (a game: reach a number with some others) and `search:CORPUS` (search.py).
+next call), `countdown` (a game: reach a target by arithmetic with some numbers) and `search:CORPUS`
+(search.py).
 The docstrings of tool methods are sent to the policy as the tools' descriptions.
 """
 
@@ -31,8 +32,8 @@ _EXPRESSION = "whole numbers, + - * / and brackets"
 class SandboxDown(BaseException):
     """The sandbox itself failed.
 
-    This is a BaseException because an Exception would be shown to the policy as if its code had
-    failed.
+    This is a BaseException, because an Exception would be the tool's result for the policy, as if
+    the policy's code had failed.
     """
 
 
@@ -74,8 +75,8 @@ class PythonTool:
             self._session = self._session or Session(self._limits)
         except (SandboxError, OSError) as error:
             raise SandboxDown(str(error)) from error
-        # A new session starts with no variables, so a None below must tell the policy that they are
-        # gone.
+        # None means that the interpreter has ended. The next call starts one without variables, so
+        # the policy is told that they are gone.
         output = self._session.run(code, _CALL_S, _MAX_CHARS)
         if output is None:
             self._end()
@@ -92,7 +93,8 @@ class PythonTool:
             self._session = None
 
 
-# Raises SandboxError if code cannot be isolated; once for a process and its forks.
+# Raises SandboxError if this machine cannot isolate code. Cached, so that it is checked once for a
+# process and its forks.
 check_sandbox = functools.cache(check_isolation)
 
 
@@ -166,8 +168,7 @@ def shipped_factory(name: str) -> Factory | None:
     if kind == "search" and not path.endswith(".py"):
         if not path:
             raise ConfigError(
-                "search needs the file that it looks into, JSON lines of title and text: "
-                "search:CORPUS"
+                "search needs the file to search, with JSON lines of title and text: search:CORPUS"
             )
         return functools.partial(Search, path)
     if name == "python":

@@ -1,6 +1,6 @@
-"""This module is a search tool for a local corpus, ranked by BM25.
+"""This module has a search tool for a local corpus, which ranks passages by BM25.
 
-sqlite's full-text index is made once for each corpus and host.
+The index is a full-text index of sqlite, made once for each corpus on each host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.data.cache import cache_folders, digest_of, entry_name, read_note, write_note
 from grpo_spmd.files import UntrustedError, open_regular, sync_path
 
-# This number changes with every change of an index's content.
+# Raise this number with every change of what an index contains.
 _FORMAT = 1
 _MAX_RESULTS = 20
 _MAX_WORDS = 32
@@ -32,7 +32,7 @@ _SEARCH_S = 10.0
 
 
 class Search:
-    """Searches a corpus of JSON lines {"title", "text"}; other keys are ignored."""
+    """A tool that searches a corpus of JSON lines {"title", "text"}. Other keys are ignored."""
 
     def __init__(self, corpus: str | Path) -> None:
         """Raises ConfigError for a corpus that cannot be read."""
@@ -58,7 +58,7 @@ class Search:
         if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= _MAX_RESULTS:
             raise ValueError(f"top_k is a whole number from 1 to {_MAX_RESULTS}")
         if self._connection is None:
-            # Opened in the process that searches: a connection does not survive a fork.
+            # Opened at the first search, since a connection does not survive the worker's fork.
             self._connection = sqlite3.connect(
                 f"{self._index.absolute().as_uri()}?mode=ro&immutable=1", uri=True
             )
@@ -80,19 +80,20 @@ class Search:
 
 
 def match_expression(query: str) -> str:
-    """Returns an FTS5 expression for passages with any of the query's words.
+    """Returns an FTS5 expression that matches passages with any of the query's words.
 
-    Each word is quoted and contains no quote, so that a policy writes words and never syntax (NEAR,
-    column filters, prefixes).
+    Each word is quoted and contains no quote, so that nothing in a policy's query is taken for
+    FTS5's syntax (NEAR, column filters, prefixes).
     """
     words = dict.fromkeys(word[:_MAX_WORD_CHARS] for word in re.findall(r"\w+", query))
     return " OR ".join(f'"{word}"' for word in list(words)[:_MAX_WORDS])
 
 
 def index_of(corpus: Path) -> Path:
-    """Returns the index of a corpus in this host's cache; makes it while other processes wait.
+    """Returns the path of a corpus's index in this host's cache.
 
-    Raises ConfigError for a corpus that is missing or malformed, and where no folder has room.
+    If there is no index, one process makes it while the others wait. Raises ConfigError for a
+    corpus that is missing or malformed, and if no folder has room.
     """
     try:
         inputs = [_FORMAT, digest_of(corpus), sqlite3.sqlite_version]
@@ -110,7 +111,7 @@ def index_of(corpus: Path) -> Path:
     for folder in folders:
         if shutil.disk_usage(folder).free > needed_bytes + (1 << 20):
             with open(folder / f"{name}.lock", "ab") as lock:
-                # The kernel releases the lock, also if this process is killed.
+                # The kernel releases the lock even if this process is killed.
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 # Another process may have made the index while this one waited for the lock.
                 if not _is_complete(folder / name):
@@ -123,10 +124,10 @@ def index_of(corpus: Path) -> Path:
 
 
 def _is_complete(index: Path) -> bool:
-    """Returns whether there is an index that nobody has changed since it was complete."""
+    """Returns whether the index exists and has not changed since it was completed."""
     with contextlib.suppress(OSError, UntrustedError), open_regular(index) as file:
         if read_note(index.parent, index.stem, os.fstat(file.fileno())) is not None:
-            # The cache removes what nobody has used for a month.
+            # Marks the index as used: the cache removes what was not used for a month.
             os.utime(index.with_suffix(".note"))
             return True
     return False
@@ -134,7 +135,7 @@ def _is_complete(index: Path) -> bool:
 
 def _make_index(corpus: Path, index: Path) -> None:
     """Makes the index as a temporary file and renames it when it is complete."""
-    # Its lock is held: what lies here is of a process that was killed.
+    # The caller holds the index's lock, so a file that is here was left by a killed process.
     temporary = index.with_name(f"{index.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -147,17 +148,17 @@ def _make_index(corpus: Path, index: Path) -> None:
             connection.executemany("insert into passages values (?, ?)", _passages(corpus))
             connection.execute("insert into passages(passages) values ('optimize')")
             connection.commit()
-        # A power cut must not leave an empty file of the right size.
+        # Otherwise a power cut could leave a file of the right size without its content.
         sync_path(temporary)
         temporary.rename(index)
-        # The rename changes the stamp, so the note comes after it.
+        # The note has the file's time stamps, which the rename changes, so it is written last.
         write_note(index.parent, index.stem, os.stat(index), "")
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def _passages(corpus: Path) -> Iterator[tuple[str, str]]:
-    """Yields title and text of each line. Raises ConfigError, which names a malformed line."""
+    """Yields (title, text) of each line. Raises ConfigError with the number of a malformed line."""
     num_passages = 0
     with open_regular(corpus, follow=True) as file:
         for number, line in enumerate(file, 1):
