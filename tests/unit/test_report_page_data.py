@@ -269,7 +269,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "_SMALL_BYTES", 0)
     rollouts = _page(folder)["main"]["runs"][0]["rollouts"]
     assert (rollouts["steps"], rollouts["shown"], rollouts["total"]) == ([5], 16, 80)
-    message = "1 of 5 dumped steps are in this page, evenly, for want of time"
+    message = "1 of 5 dumped steps are in this page, spread evenly: there was no time for more"
     assert (
         rollouts["note"]
         == f"{message}; of about 80 rollouts 16 are in the tables, 16 with their text"

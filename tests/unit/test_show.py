@@ -288,7 +288,7 @@ def test_steps_that_are_not_there(run: Path, shown: Shown) -> None:
     )
     write_lines(run / "rollouts" / "step_000006.jsonl", ROLLOUTS)
     write_lines(run / "rollouts" / "step_000010.jsonl", ROLLOUTS)
-    assert "the steps 4, 6, 8, 10" in shown(run, "--grep", "x", "--step", "5", code=2)
+    assert "steps with completions: 4, 6, 8, 10" in shown(run, "--grep", "x", "--step", "5", code=2)
 
 
 BAD = [

@@ -1,10 +1,10 @@
 "use strict";
-// Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. A colour is a phase
-// where a metric belongs to one; of several runs it is the run in every chart, and a chart has one metric.
+// Curves over steps, drawn by uPlot. All charts share the cursor and the zoom; a click opens the step. With one run,
+// the metrics of a phase have the phase's colour. With several runs each chart has one metric, and each run a colour.
 
 const PHASES = ["weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint"];
 const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 7);
-// {title, keys: names or a pattern, log, stacked, evaluation}. A metric is shown by the first chart that names it.
+// {title, keys: names or a pattern, log, stacked, evaluation}. A metric is in the first chart whose keys match it.
 const CHARTS = [
   { title: "reward", keys: ["reward/mean"] },
   { title: "rewards by name", keys: /^reward\/.+\/mean$/ },
@@ -48,16 +48,17 @@ const MAIN_CHARTS = ["reward", "rewards by name", "teacher", "critic", "completi
   "logprob mismatch of engine and policy", "time by phase"];
 const HIDDEN = /^(time\/(unix_s|wall_s)|step$)/;
 
-let charts = []; // of the view: {host, keys, plot, whole: its lines as they are without smoothing}
+let charts = []; // those of the view: {host, keys, plot, whole: the lines before smoothing}
 
-/** Metrics that are 0 at every step, which have no chart but where the address asks for it. A reward of 0 has one. */
+/** Metrics that are 0 at every step. They get no chart, except mean rewards and the metric that the address names. */
 function zeroMetrics() {
   const isZero = (key) => main.runs.every((run) => (own(run.metrics, key) ?? []).every((value) => !value));
   return [...new Set(main.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
     key !== state.metric && !HIDDEN.test(key) && !/^reward\/(.+\/)?mean$/.test(key) && isZero(key));
 }
 
-/** The chart of each metric that a run has; what no chart names stands at the end, by its first word. */
+/** Returns the charts for the metrics that the runs have; with `titles`, only the charts of these titles. Metrics that
+ * match none of CHARTS come last, in charts by the first word of their names, eight to a chart. */
 function chartsOf(titles) {
   const trained = new Set(main.runs.flatMap((run) => Object.keys(run.metrics)));
   zeroMetrics().forEach((key) => trained.delete(key));
@@ -96,7 +97,7 @@ async function showCurves(content, before, isCurrent) {
       "all steps");
     content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"), all,
       el("span", { class: "note" }, "click: open the step; drag: zoom. ", runOf().thinned ?
-        `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
+        `Of ${runOf().thinned} steps some are drawn, spread evenly.` : "")), host);
     if (main.runs.length > 1) content.append(differences());
     const zeros = zeroMetrics();
     if (zeros.length) content.append(el("details", { class: "panel", id: "zeros" },
@@ -113,7 +114,7 @@ async function showCurves(content, before, isCurrent) {
   }
 }
 
-/** One chart a frame, so that the page answers meanwhile. */
+/** Draws the charts one by one; between those of a full page the browser can handle events. */
 async function fillCharts(host, titles, isCurrent = () => true) {
   charts = [];
   whenClosed(() => { charts.forEach(({ plot }) => plot.destroy()); charts = []; watch.disconnect(); });
@@ -139,7 +140,8 @@ function fit(plot, card) {
   if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
 }
 
-/** [steps, values of each key of each run], with undefined where only another run has a step. */
+/** Returns the lines of a chart, one for each metric of each run, and their data: [steps, values of each line]. A value
+ * is undefined if only another run has the step. */
 function linesOf(chart) {
   const of = (run) => (chart.evaluation ? run.evaluations ?? { steps: [], metrics: {} } : run);
   const lines = [], tables = [];
@@ -182,7 +184,7 @@ function draw(card, chart) {
     series: [{ label: "step" }, ...lines.map(serie)],
     bands: chart.stacked ? lines.slice(1).map((line, i) => ({ series: [i + 1, i + 2] })) : undefined,
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false,
-      bind: { dblclick: () => null } }, // its first click has opened the step
+      bind: { dblclick: () => null } }, // a double click does nothing more: its first click has opened the step
     legend: { markers: { width: 3, stroke: mark, dash: (p, i) => (lines[i - 1].run ? "dotted" : "solid") } },
     hooks: { draw: [drawStep], setSelect: [zoomToSelection] },
   }, [data[0], ...drawn], card);
@@ -197,7 +199,7 @@ function draw(card, chart) {
   return { plot, whole: drawn };
 }
 
-/** On a scale of many decades, lines and figures at its decades alone. */
+/** For a logarithmic scale over a decade or more: grid lines and labels only at powers of ten. */
 const decades = (data) => {
   const all = data.slice(1).flat().filter((value) => value > 0);
   const number = Math.log10(largest(all) / smallest(all));
@@ -209,7 +211,7 @@ const decades = (data) => {
   return { filter, grid: { stroke: () => colour("line"), width: 1, filter } };
 };
 
-/** Names without what they have in common. */
+/** Returns names without the parts that all of them share at their beginning and end. */
 function shortNames(keys) {
   if (keys.length < 2) return keys;
   const parts = keys.map((key) => key.split("/"));
@@ -220,7 +222,8 @@ function shortNames(keys) {
   return parts.map((part) => part.slice(head, part.length - tail).join("/"));
 }
 
-/** The sum of a line and those behind it, so that the first stands on top: bands reach from one to the next. */
+/** Returns for each line the sum of it and all lines after it, so that the first is on top. uPlot fills the bands
+ * between neighbours. */
 function stack(values) {
   const sums = [];
   for (let i = values.length - 1; i >= 0; i--)
@@ -228,7 +231,7 @@ function stack(values) {
   return sums;
 }
 
-/** From 0 where all is above and 0 is near; never without height. */
+/** The range of the y axis: from 0 if no value is negative and 0 is near; never empty. */
 const rangeOf = (chart) => (plot, low, high) => {
   if (low === null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
@@ -238,7 +241,7 @@ const rangeOf = (chart) => (plot, low, high) => {
   return [fromZero && low >= 0 ? 0 : low - room, high + room];
 };
 
-/** The step of the address, as a line. */
+/** Draws a vertical line at the step of the address. */
 function drawStep(plot) {
   const { min, max } = plot.scales.x;
   if (state.step === null || min === null || state.step < min || state.step > max) return;
@@ -254,7 +257,7 @@ function drawStep(plot) {
   ctx.restore();
 }
 
-/** The cursor of all charts at the address's step, so that their legends say its figures. */
+/** Puts the cursor of all charts at the step of the address, so that their legends show its values. */
 function markStep() {
   for (const { plot } of charts) {
     plot.redraw(false);
@@ -287,7 +290,8 @@ function zoomToSelection(plot) {
   plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
 }
 
-/** Each line as its running mean, which forgets with the same speed on every width of the data. */
+/** Shows each line as an exponential moving average. Its weight falls with the number of steps, so that curves of short
+ * and of long runs look equally smooth. */
 function smoothCharts(isSmooth) {
   for (const { plot, whole } of charts) {
     if (plot.bands?.length) continue;
@@ -304,5 +308,5 @@ function smoothCharts(isSmooth) {
 
 function redrawCharts() {
   charts.forEach(({ plot }) => plot.redraw(false, true));
-    // colours are asked for again; the legend's are the style sheet's
+    // reads the colours of the theme again; those of the legends come from the style sheet
 }

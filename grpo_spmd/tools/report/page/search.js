@@ -1,5 +1,5 @@
 "use strict";
-// Text in the completions of all steps: the chunks are unpacked one by one, the newest step first.
+// A search for a text in the completions of all steps; their chunks are unpacked one by one, the newest step first.
 
 const MOST_FOUND = 200;
 
@@ -10,7 +10,7 @@ async function showSearch(content, before, isCurrent) {
   const said = el("p", { class: "note", "aria-live": "polite" });
   const found = el("ul", { class: "plain" });
   content.replaceChildren(panel(el("span", {}, "Completions with ", el("code", {}, shown(state.q))), said, found));
-  if (!wanted) return void said.append("Type what a completion has in it.");
+  if (!wanted) return void said.append("Type the text to search for.");
   let numFound = 0, numRead = 0;
   const steps = run.rollouts.steps.toReversed();
   for (const step of steps) {

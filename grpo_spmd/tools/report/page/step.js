@@ -1,5 +1,5 @@
 "use strict";
-// The rollouts of a step: histogram of rewards, groups, filters, a table of all of them, and below it what is opened.
+// The rollouts of a step: histogram of rewards, groups, filters, a table of all rollouts, and below it the opened one.
 
 const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
   ["row", "row", (data, i) => num(data.table.row[i])],
@@ -17,9 +17,9 @@ const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
 const statusMark = (name) => (name === "ok" || name === "not_applicable" ? shown(name.replace("_", " ")) :
   el("span", { class: "mark " + (/error|timeout|invalid/.test(name) ? "bad" : "warning") }, shown(asText(name))));
 const FIRST_ROWS = 100;
-const PREVIEW = 40; // characters of each end
+const PREVIEW = 40; // characters at each end of a completion
 
-/** Both ends of a completion in one line, special tokens too where its tokens are in the page. */
+/** Both ends of a completion on one line, with special tokens if the page has its tokens. */
 function previewOf(rollout) {
   const text = asText(hasPieces(rollout) ? rollout.tokens.pieces.join("") : rollout.completion);
   const ends = text.length > 2 * PREVIEW ? text.slice(0, PREVIEW) + " \u2026 " + text.slice(-PREVIEW) : text;
@@ -31,9 +31,9 @@ function previewOf(rollout) {
 const NO_FILTERS = { status: "", finish: "", rewardLow: "", rewardHigh: "", tokensLow: "", tokensHigh: "",
   mismatchLow: "", text: "", isShown: false, isUnknown: false };
 
-let filters = { ...NO_FILTERS }; // they stay while one goes from step to step
+let filters = { ...NO_FILTERS }; // kept when another step is shown
 let order = { column: "position", isDown: false };
-let opened = null; // {data, kept: places of the table that pass, in order, step} of the step that is shown
+let opened = null; // of the shown step: {data, step, run, kept: indices of the rollouts that pass the filters, isAll}
 
 const idOf = (data, i) => `${data.table.position[i]}/${data.table.sample[i]}`;
 
@@ -112,7 +112,8 @@ function clearFilters() {
   else showTable();
 }
 
-/** Whether the i-th rollout passes; `but` names a filter that does not count, for the histogram's own. */
+/** Whether the i-th rollout passes the filters. The histogram of rewards ignores the filter by reward: `but` is then
+ * "reward". */
 function passes(data, i, but = "") {
   const { table: columns } = data;
   const isBeyond = (value, low, high) => (low !== "" && !(value !== null && value >= Number(low))) ||
@@ -134,7 +135,7 @@ function passes(data, i, but = "") {
 
 // ---- histogram and groups
 
-/** [{low, high, label}]: one of each value where there are few, else 20 of one width. */
+/** Returns bins [{low, high, label}]: one for each value if there are at most 12 of them, else 20 of equal width. */
 function binsOf(rewards) {
   const values = [...new Set(rewards)].sort((a, b) => a - b);
   if (values.length <= 12) return values.map((value) => ({ low: value, high: value, label: num(value, 3) }));
@@ -177,7 +178,7 @@ function showHistogram(data) {
       (bin.isUnknown ? "?" : num(bin.low, 2)) : i === 19 ? num(bin.high, 2) : ""))));
 }
 
-/** A square a group, the fuller the better its mean reward; dashed where its rewards are all alike. */
+/** Shows a square for each group: the higher its mean reward the fuller, and dashed if all its rewards are equal. */
 function showGroups(data) {
   const groups = Map.groupBy(data.table.position.keys(), (i) => data.table.position[i]);
   const means = [...groups].map(([position, places]) =>
@@ -209,7 +210,7 @@ function showTable() {
   const sign = order.isDown ? -1 : 1;
   const rank = (i) => (order.column === "shown" ? (values[i] < 0 ? null : data.rollouts[values[i]].why) :
     order.column === "status" ? data.status_names[values[i]] : values[i]);
-  const compare = (a, b) => { // what is not known stands last, whichever way
+  const compare = (a, b) => { // unknown values come last in either direction
     const [first, second] = [rank(a), rank(b)];
     if (first === null || second === null) return (first === null) - (second === null) || a - b;
     return sign * (first < second ? -1 : first > second ? 1 : 0) || a - b;
@@ -245,7 +246,7 @@ function rowOf(data, i) {
     COLUMNS.slice(1).map(([, , cell]) => el("td", {}, cell(data, i))));
 }
 
-/** The rollout that stands `by` rows further in the table. */
+/** Opens the rollout that is `by` rows further in the table. */
 function moveRollout(by) {
   if (state.view !== "rollouts" || !opened?.kept.length) return;
   const at = opened.kept.findIndex((i) => idOf(opened.data, i) === state.rollout);

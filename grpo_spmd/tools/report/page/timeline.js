@@ -1,6 +1,6 @@
 "use strict";
-// One step as its ranks lived it: a row a rank, a block a phase. What is empty or hatched is time in
-// which a rank waited.
+// The timeline of one step: a row for each rank, with a block for each phase. Empty and hatched parts are time in which
+// the rank waited.
 
 function showTimeline(content) {
   const timeline = runOf().timeline ?? { steps: [], spans: [] };
@@ -16,8 +16,8 @@ function showTimeline(content) {
     panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${num(one.world_size)} rank` +
       (one.world_size > 1 ? "s" : ""),
       timeline.steps[at] !== state.step && el("p", { class: "note" },
-        `The page has ${timeline.steps.length} steps' timelines; of step ${state.step} it has none, and this is the ` +
-        "nearest."),
+        `The page has the timelines of ${timeline.steps.length} steps, but not that of step ${state.step}; this is ` +
+        "the nearest."),
       chooser(timeline, at), legendOfPhases(one), rows(one, length, said), said),
     phaseTable(one, length));
 }
@@ -25,7 +25,7 @@ function showTimeline(content) {
 const lengthOf = (one) => largest(one.spans.flat().map((span) => span[2])) ?? 0;
 const busyOf = ([phase, start, end, , busy]) => Math.min(end - start, busy ?? end - start);
 
-/** A bar a step, as high as the step was long. */
+/** A bar for each step with a timeline; its height is the step's time. A click shows the step. */
 function chooser(timeline, at) {
   const most = largest(timeline.spans.map(lengthOf)) || 1;
   const bar = (step, i) => el("button", { class: "bin", tabindex: -1, "aria-pressed": String(i === at),
