@@ -255,9 +255,9 @@ def test_those_who_do_not_speak_in_time_are_missing() -> None:
     ranks[2].post("found", {"x": 3})
     assert ranks[0].gather("found", 0.2) == {0: {"x": 1}, 2: {"x": 3}}
     with pytest.raises(TimeoutError, match="rank 0 did not post 'plan'"):
-        ranks[1].hear("plan", 0.1)
+        ranks[1].wait_for_rank0("plan", 0.1)
     ranks[0].post("plan", [1])
-    assert ranks[1].hear("plan", 0.1) == [1]
+    assert ranks[1].wait_for_rank0("plan", 0.1) == [1]
 
 
 @pytest.mark.parametrize("skew", [0.0, 7.5, -120.0])

@@ -177,7 +177,7 @@ class _RankCheckup:
 
             # Opened before the checks: rank 0 may serve the store, and the others wait for it.
             exchange = RankExchange(self._launch, self._args.deadline)
-            self._look()
+            self._run_checks()
             exchange.post("found", RankFindings(gethostname(), self._results, node=host_identity()))
             if self._page is None:
                 return self._follow(exchange)
@@ -185,7 +185,7 @@ class _RankCheckup:
         except (ImportError, RuntimeError, TimeoutError, OSError) as error:
             return self._finish_alone(error)
 
-    def _look(self) -> None:
+    def _run_checks(self) -> None:
         """Runs the checks whose scope includes this rank, and keeps their results."""
         # 0 means that the check is for this rank: it is the first of its scope.
         scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
@@ -207,7 +207,7 @@ class _RankCheckup:
             say(f"checkup: {finding}")
             return 2
         if not self._results:
-            self._look()
+            self._run_checks()
         # The store may have been lost after the results were printed.
         if not self._page.counts:
             for group, line in self._results:
@@ -225,14 +225,14 @@ class _RankCheckup:
         Every rank except rank 0 calls it.
         """
         patience_s = self._args.deadline + _ALL_CHECKS_S
-        plan = exchange.hear("plan", patience_s)
+        plan = exchange.wait_for_rank0("plan", patience_s)
         if exchange.rank in plan["leaders"]:
             exchange.post("clock", time.time())
             if plan["folder"] is not None:
                 exchange.post("folder", try_folder(plan["folder"], exchange.rank))
         if plan["nodes"]:
             exchange.post("report", exchange.measure(plan["nodes"]))
-        code = int(exchange.hear("code", patience_s + self._args.deadline))
+        code = int(exchange.wait_for_rank0("code", patience_s + self._args.deadline))
         exchange.post("heard", True)
         return code
 

@@ -383,8 +383,8 @@ def _speed_line(
 class Exchange:
     """Exchanges values between ranks: each rank posts a value under a key, and rank 0 gathers them.
 
-    All ranks can read what rank 0 has posted (`hear`). Reads poll the store, because a wait inside
-    the store could not be interrupted by a signal.
+    All ranks can read what rank 0 has posted (`wait_for_rank0`). Reads poll the store, because a
+    wait inside the store could not be interrupted by a signal.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
@@ -412,7 +412,7 @@ class Exchange:
                 values[rank] = json.loads(self.store.get(name))
         return values
 
-    def hear(self, key: str, seconds: float) -> Any:
+    def wait_for_rank0(self, key: str, seconds: float) -> Any:
         """Waits for what rank 0 posts under `key`. Raises TimeoutError after `seconds`."""
         for value in self.gather(key, seconds, [0]).values():
             return value

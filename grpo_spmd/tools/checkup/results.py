@@ -145,7 +145,7 @@ class Check:
 
     name: str
     group: str
-    look: Callable[[Target], Iterable[Result]]
+    function: Callable[[Target], Iterable[Result]]
     deadline_s: float = 5.0
     # Which ranks run it: every rank, the first rank of each machine, or only rank 0.
     scope: Literal["rank", "machine", "run"] = "machine"
@@ -159,7 +159,7 @@ def run_check(check: Check, target: Target) -> list[Result]:
     """
     results: list[Result] = []
     try:
-        within(check.deadline_s, lambda: results.extend(check.look(target)))
+        within(check.deadline_s, lambda: results.extend(check.function(target)))
     except KeyboardInterrupt:  # a signal to this process
         raise
     except BaseException as error:  # no fault of one check may hide the results of the others

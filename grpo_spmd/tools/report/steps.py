@@ -71,7 +71,7 @@ class PageRollout:
 
     record: RolloutRecord
     score_line: bytes | None  # its line of token scores
-    text: dict[str, Any]  # its JSON in the page; "tokens" is None unless there was room for them
+    fields: dict[str, Any]  # its JSON in the page; "tokens" is None unless there was room for them
 
     @property
     def prompt(self) -> str:
@@ -299,7 +299,7 @@ def measure_step(task: StepTask) -> StepCost:
     for index in spread_indices(len(page.rollouts), _NUM_SAMPLES):
         rollout = page.make(index, "sampled")
         if rollout is not None:
-            texts.append(compressed_size([rollout.text, rollout.prompt]))
+            texts.append(compressed_size([rollout.fields, rollout.prompt]))
             tokens.append(compressed_size(page.tokens(rollout)))
     return StepCost(table, *(sum(sizes) / max(1, len(sizes) - 1) for sizes in (texts, tokens)))
 
@@ -347,7 +347,7 @@ class StepPage:
         scores = self._store.read(rollout.score_line) if rollout.score_line is not None else None
         # The keys are those of the page's scripts (page/tokens.js).
         completion, num_cut = shorten(record.completion, self._max_chars)
-        text = {
+        fields = {
             "position": record.position,
             "sample": record.sample,
             "why": reason,
@@ -363,8 +363,8 @@ class StepPage:
             "tokens": None,
         }
         if record.status is not None:
-            text |= self._episode(record, is_cut=num_cut > 0)
-        return PageRollout(record, scores, text)
+            fields |= self._episode(record, is_cut=num_cut > 0)
+        return PageRollout(record, scores, fields)
 
     def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
         """Returns the fields that the page has of an episode beside those of every rollout.
@@ -410,7 +410,7 @@ class StepPage:
         null in JSON. Returns None if the completion is cut but its tokens cannot be.
         """
         record = rollout.record
-        is_cut = rollout.text["cut"] > 0
+        is_cut = rollout.fields["cut"] > 0
         # The turns of an episode refer to all tokens. Without pieces it is not known which tokens
         # belong to the text that was cut.
         if is_cut and (record.status is not None or self._pieces is None):
@@ -490,7 +490,7 @@ class StepPage:
             self._broken.add(index)
             return True
         # A group stores its prompt only once, so its size is not counted for each rollout.
-        if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
+        if not self._spend([rollout.fields, rollout.prompt if reason != "group" else ""]):
             return False
         self.shown[index] = rollout
         return True
@@ -498,13 +498,13 @@ class StepPage:
     def _add_tokens(self, index: int) -> bool:
         """Adds the tokens of a rollout that is shown. Returns False if there is no room left."""
         rollout = self.shown.get(index)
-        if rollout is None or rollout.text["tokens"] is not None:
+        if rollout is None or rollout.fields["tokens"] is not None:
             return True
         if self._num_bytes_left <= 0:
             return False
         tokens = self.tokens(rollout)
         if tokens is None or self._spend(tokens):
-            rollout.text["tokens"] = tokens
+            rollout.fields["tokens"] = tokens
             return True
         return False
 
@@ -560,7 +560,7 @@ class StepPage:
                 "table": table,
                 "status_names": status_names,
                 "prompts": prompts,
-                "rollouts": [self.shown[index].text for index in shown_indices],
+                "rollouts": [self.shown[index].fields for index in shown_indices],
             }
         )
 

@@ -18,8 +18,8 @@ function addressOf(changes) {
   if (!("view" in changes) || changes.view === state.view) Object.assign(kept, { row: state.row, q: state.q });
   if (!("step" in changes) && !("run" in changes)) kept.rollout = state.view === "rollouts" ? state.rollout : null;
   const wanted = { ...kept, ...changes };
-  const given = FIELDS.filter((name) => wanted[name] !== null && wanted[name] !== undefined && wanted[name] !== "");
-  return "#" + given.map((name) => name + "=" +
+  const names = FIELDS.filter((name) => wanted[name] !== null && wanted[name] !== undefined && wanted[name] !== "");
+  return "#" + names.map((name) => name + "=" +
     encodeURIComponent(String(wanted[name]).toWellFormed()).replaceAll("%2F", "/")).join("&");
 }
 
@@ -34,15 +34,15 @@ const linkTo = (changes, ...children) => el("a", { href: addressOf(changes) }, .
 
 /** Reads the fields of the address. Anybody may have typed it: missing and wrong fields get their defaults. */
 function stateOfAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  const whole = (name) => (/^\d{1,12}$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
+  const fields = new URLSearchParams(location.hash.slice(1));
+  const whole = (name) => (/^\d{1,12}$/.test(fields.get(name) ?? "") ? Number(fields.get(name)) : null);
   const run = Math.min(whole("run") ?? 0, main.runs.length - 1);
-  const view = Object.hasOwn(VIEWS, given.get("view")) ? given.get("view") : "verdict";
+  const view = Object.hasOwn(VIEWS, fields.get("view")) ? fields.get("view") : "verdict";
   const steps = main.runs[run].steps;
   let step = whole("step");
   if (step === null) step = steps.length ? steps[steps.length - 1] : null;
-  const rollout = /^\d{1,12}\/\d{1,6}$/.test(given.get("rollout") ?? "") ? given.get("rollout") : null;
-  return { run, view, step, rollout, row: whole("row"), metric: given.get("metric"), q: given.get("q") ?? "" };
+  const rollout = /^\d{1,12}\/\d{1,6}$/.test(fields.get("rollout") ?? "") ? fields.get("rollout") : null;
+  return { run, view, step, rollout, row: whole("row"), metric: fields.get("metric"), q: fields.get("q") ?? "" };
 }
 
 async function render() {

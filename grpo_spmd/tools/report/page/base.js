@@ -3,19 +3,19 @@
 
 const FORMAT = 1; // of the data that these scripts show
 
-/** Makes an element. In `given`, a function is an event listener, `style` is an object of CSS properties, and an
+/** Makes an element. In `attributes`, a function is an event listener, `style` is an object of CSS properties, and an
  * attribute that is null or false is left out. */
-function el(tag, given = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(given)) {
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (typeof value === "function") made.addEventListener(name, value);
-    else if (name === "style") for (const [key, text] of Object.entries(value)) made.style.setProperty(key, text);
-    else if (name === "class") made.className = value;
-    else made.setAttribute(name, value === true ? "" : value);
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (name === "style") for (const [key, text] of Object.entries(value)) node.style.setProperty(key, text);
+    else if (name === "class") node.className = value;
+    else node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return made;
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
 }
 
 const byId = (id) => document.getElementById(id);
@@ -102,10 +102,10 @@ function nearest(values, wanted) {
 }
 
 /** Makes a table: `heads` are texts or elements, and each of `rows` is a list with the contents of its cells. */
-function table(heads, rows, given = {}) {
+function table(heads, rows, attributes = {}) {
   const cells = (row) => row.map((cell) => (cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell)));
   return el("div", { class: "wide" },
-    el("table", given,
+    el("table", attributes,
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, cells(row))))));
 }

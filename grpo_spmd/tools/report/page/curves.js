@@ -63,25 +63,25 @@ function chartsOf(titles) {
   const trained = new Set(main.runs.flatMap((run) => Object.keys(run.metrics)));
   zeroMetrics().forEach((key) => trained.delete(key));
   const evaluated = new Set(main.runs.flatMap((run) => Object.keys(run.evaluations?.metrics ?? {})));
-  const found = [];
+  const result = [];
   for (const chart of CHARTS) {
-    const there = chart.evaluation ? evaluated : trained;
-    const keys = [...there].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) :
+    const metrics = chart.evaluation ? evaluated : trained;
+    const keys = [...metrics].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) :
       chart.keys.test(key)));
-    keys.forEach((key) => there.delete(key));
+    keys.forEach((key) => metrics.delete(key));
     if (chart.stacked) keys.sort((a, b) => phaseOrder(a) - phaseOrder(b));
     const isMain = () => titles.includes(chart.title) && (chart.title !== "rewards by name" || keys.length > 1);
-    if (keys.length && (!titles || isMain())) found.push({ ...chart, keys });
+    if (keys.length && (!titles || isMain())) result.push({ ...chart, keys });
   }
-  for (const [there, evaluation] of titles ? [] : [[trained, false], [evaluated, true]]) {
-    const others = Map.groupBy([...there].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
+  for (const [metrics, evaluation] of titles ? [] : [[trained, false], [evaluated, true]]) {
+    const others = Map.groupBy([...metrics].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
     for (const [word, keys] of others)
       for (let from = 0; from < keys.length; from += 8)
-        found.push({ title: keys.length === 1 ? keys[0] :
+        result.push({ title: keys.length === 1 ? keys[0] :
           `${word}/...`, keys: keys.slice(from, from + 8), evaluation });
   }
-  if (main.runs.length === 1) return found;
-  return found.flatMap((chart) => chart.keys.slice(0, titles ? 1 : undefined).map((key) =>
+  if (main.runs.length === 1) return result;
+  return result.flatMap((chart) => chart.keys.slice(0, titles ? 1 : undefined).map((key) =>
     ({ ...chart, stacked: false, keys: [key] })));
 }
 
@@ -146,12 +146,12 @@ function linesOf(chart) {
   const of = (run) => (chart.evaluation ? run.evaluations ?? { steps: [], metrics: {} } : run);
   const lines = [], tables = [];
   for (const run of main.runs) {
-    const there = chart.keys.filter((key) => own(of(run).metrics, key));
-    if (!there.length) continue;
+    const keys = chart.keys.filter((key) => own(of(run).metrics, key));
+    if (!keys.length) continue;
     const i = main.runs.indexOf(run);
-    there.forEach((key) => lines.push({ key, run: i, colour: main.runs.length > 1 ? lineColour(i) : phaseOf(key) ?
+    keys.forEach((key) => lines.push({ key, run: i, colour: main.runs.length > 1 ? lineColour(i) : phaseOf(key) ?
       phaseColour(phaseOf(key)) : chart.stacked ? "c7" : lineColour(chart.keys.indexOf(key)) }));
-    tables.push([of(run).steps, ...there.map((key) => of(run).metrics[key])]);
+    tables.push([of(run).steps, ...keys.map((key) => of(run).metrics[key])]);
   }
   return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
 }

@@ -91,9 +91,9 @@ function partText(rollout, at) {
   const units = isTokens ? rollout.tokens.pieces : rollout.completion;
   const text = (from, to) => (isTokens ? units.slice(from, to).join("") : units.slice(from, to));
   if (at === null) return el("span", { class: "text" }, shown(clip(text(0, units.length), CARD_BEFORE + CARD_BEHIND)));
-  const before = text(0, at), there = text(at, at + 1), behind = text(at + 1, units.length);
-  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : there === "" ?
-    el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(there));
+  const before = text(0, at), unit = text(at, at + 1), behind = text(at + 1, units.length);
+  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : unit === "" ?
+    el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(unit));
   return el("span", { class: "text" }, el("span", { class: "muted" }, before.length > CARD_BEFORE ? "\u2026 " : "",
     shown(before.slice(-CARD_BEFORE))), marked, shown(clip(behind, CARD_BEHIND)));
 }

@@ -7,10 +7,10 @@ async function showSearch(content, before, isCurrent) {
   byId("search").value = state.q;
   const run = runOf();
   const wanted = state.q.toLowerCase();
-  const said = el("p", { class: "note", "aria-live": "polite" });
-  const found = el("ul", { class: "plain" });
-  content.replaceChildren(panel(el("span", {}, "Completions with ", el("code", {}, shown(state.q))), said, found));
-  if (!wanted) return void said.append("Type the text to search for.");
+  const status = el("p", { class: "note", "aria-live": "polite" });
+  const matches = el("ul", { class: "plain" });
+  content.replaceChildren(panel(el("span", {}, "Completions with ", el("code", {}, shown(state.q))), status, matches));
+  if (!wanted) return void status.append("Type the text to search for.");
   let numFound = 0, numRead = 0;
   const steps = run.rollouts.steps.toReversed();
   for (const step of steps) {
@@ -19,11 +19,11 @@ async function showSearch(content, before, isCurrent) {
     numRead += 1;
     for (const rollout of data.rollouts) {
       const at = numFound < MOST_FOUND ? asText(rollout.completion).toLowerCase().indexOf(wanted) : -1;
-      if (at >= 0) found.append(hit(step, rollout, at, wanted.length));
+      if (at >= 0) matches.append(hit(step, rollout, at, wanted.length));
       numFound += at >= 0;
     }
     if (numRead % 10 === 0 || numRead === steps.length || numFound >= MOST_FOUND)
-      said.textContent = (numFound >= MOST_FOUND ? "the newest " : "") +
+      status.textContent = (numFound >= MOST_FOUND ? "the newest " : "") +
         `${numFound} of them, in ${numRead} of ${steps.length} steps`;
     if (numFound >= MOST_FOUND) break;
   }

@@ -61,7 +61,7 @@ async function showRollouts(content, before, isCurrent) {
 
 function headOfStep(run, step) {
   const at = run.steps.indexOf(step);
-  const said = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
+  const metrics = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
     "completion/truncated_frac", "loss/entropy", "optim/grad_norm",
     "weight_sync/mismatch_abs_max", "time/step_s"];
   const tile = (key) => {
@@ -73,7 +73,7 @@ function headOfStep(run, step) {
   return panel(`Step ${step}`,
     step !== state.step && el("p", { class: "note" },
       `Rollouts of step ${state.step} are not in this page; these are of the nearest step that has them.`),
-    el("div", { class: "tiles small" }, at >= 0 && said.map(tile)),
+    el("div", { class: "tiles small" }, at >= 0 && metrics.map(tile)),
     el("p", { class: "note" }, "From ", el("code", {}, `rollouts/step_${String(step).padStart(6, "0")}.jsonl`), " of ",
       el("code", {}, shown(asText(run.folder))), ". ", shown(asText(run.rollouts.note))));
 }
@@ -85,9 +85,9 @@ function filterBar(data) {
     filters = { ...filters, [name]: value };
     showTable();
   };
-  const input = (name, label, given = {}) => el("label", {}, label, " ",
+  const input = (name, label, attributes = {}) => el("label", {}, label, " ",
     el("input", { size: 5, value: filters[name], "data-filter": name, inputmode: "decimal", autocomplete: "off",
-    input: (event) => set(name, event.target.value), ...given }));
+    input: (event) => set(name, event.target.value), ...attributes }));
   const select = (name, label, options) => el("label", {}, label, " ",
     el("select", { "data-filter": name, change: (event) => set(name, event.target.value) },
     [["", "all"], ...options].map(([value, text]) => el("option", { value, selected: filters[name] === value },

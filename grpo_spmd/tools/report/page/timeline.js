@@ -10,7 +10,7 @@ function showTimeline(content) {
   const one = timeline.spans[at];
   const ends = one.spans.flat().map((span) => span[2]);
   const length = largest(ends) || 1e-9;
-  const said = el("p", { class: "said", "aria-live": "polite" },
+  const readout = el("p", { class: "said", "aria-live": "polite" },
     "Point at a block, or move to it with Tab: its figures are shown here.");
   content.replaceChildren(
     panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${num(one.world_size)} rank` +
@@ -18,7 +18,7 @@ function showTimeline(content) {
       timeline.steps[at] !== state.step && el("p", { class: "note" },
         `The page has the timelines of ${timeline.steps.length} steps, but not that of step ${state.step}; this is ` +
         "the nearest."),
-      chooser(timeline, at), legendOfPhases(one), rows(one, length, said), said),
+      chooser(timeline, at), legendOfPhases(one), rows(one, length, readout), readout),
     phaseTable(one, length));
 }
 
@@ -45,7 +45,7 @@ function legendOfPhases(one) {
     el("span", {}, el("i", { class: "box" }), "empty: between phases"));
 }
 
-function rows(one, length, said) {
+function rows(one, length, readout) {
   const left = (at) => `${(100 * at) / length}%`;
   const peaks = one.spans.map((spans) => largest(known(spans.map((span) => span[3]))));
   const most = largest(known(peaks));
@@ -55,7 +55,7 @@ function rows(one, length, said) {
       (busy === null || busy === undefined ? "" :
         `; its engine generated for ${num(busy)} s and waited ${num(waited)} s`) +
       (peak === null || peak === undefined ? "" : `; peak ${num(peak)} GiB`);
-    const say = () => said.replaceChildren(shown(words));
+    const say = () => readout.replaceChildren(shown(words));
     return el("div", { class: "block", tabindex: 0, role: "img", "aria-label": words, mouseenter: say, focus: say,
       click: say,
       style: { left: left(start), width: left(end - start), "--own": `var(--${phaseColour(phase)})` } },

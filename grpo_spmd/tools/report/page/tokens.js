@@ -65,11 +65,11 @@ function legendOf(name, limit, numKnown) {
 
 function completionPanel(data, i, rollout) {
   const body = el("div", { id: "tokens" });
-  const said = el("p", { class: "said", id: "said", "aria-live": "polite" });
+  const readout = el("p", { class: "said", id: "said", "aria-live": "polite" });
   const legend = el("div", { id: "legend" });
   const choose = (name) => {
     colouring = name;
-    drawTokens(data, rollout, body, legend, said);
+    drawTokens(data, rollout, body, legend, readout);
     buttons.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed",
       String(button.dataset.name === name)));
   };
@@ -83,14 +83,14 @@ function completionPanel(data, i, rollout) {
       linkTo({ view: "prompts", row: data.table.row[i], rollout: null }, "all steps of this prompt")),
     el("div", { class: "completion" },
       el("div", {}, el("details", { open: prompt.length < 1200 }, el("summary", {}, "prompt"), textBlock(prompt)),
-        rollout.tokens ? [buttons, legend, said] :
+        rollout.tokens ? [buttons, legend, readout] :
           el("p", { class: "note" }, "The tokens of this rollout are not in this page."),
         body,
         rollout.cut > 0 && el("p", { class: "note" },
           `${num(rollout.cut)} further characters are not in this page.`), messagesOf(rollout)),
       el("aside", {}, rewardsOf(rollout), columnsOf("columns of the row", rollout.columns),
         columnsOf("logged by rewards", rollout.extra), columnsOf("environment", rollout.environment))));
-  drawTokens(data, rollout, body, legend, said);
+  drawTokens(data, rollout, body, legend, readout);
   return result;
 }
 
@@ -100,12 +100,12 @@ function nextColouring() {
 }
 
 /** Shows the tokens, or the plain text if their pieces are not known; an episode is shown turn by turn. */
-function drawTokens(data, rollout, body, legend, said) {
+function drawTokens(data, rollout, body, legend, readout) {
   const values = valuesOf(colouring, rollout);
   const limit = values ? limitOf(colouring, data, values) : 0;
   legend.replaceChildren(legendOf(colouring, limit, values ? known(values).length : 0));
-  said.replaceChildren("Point at a token, or step through them with the arrow keys: its figures are shown here.");
-  const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, said);
+  readout.replaceChildren("Point at a token, or step through them with the arrow keys: its figures are shown here.");
+  const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, readout);
   if (!rollout.turns?.length) {
     const isPlain = !hasPieces(rollout);
     if (!isPlain) return void body.replaceChildren(boxOf(rollout.tokens.pieces, 0));
@@ -135,7 +135,7 @@ function drawTokens(data, rollout, body, legend, said) {
 
 /** Makes a box of tokens: one stop of the Tab key, in which the arrow keys go from token to token. `from` is the index
  * of the first token in the completion. */
-function tokenBox(rollout, pieces, from, values, limit, said) {
+function tokenBox(rollout, pieces, from, values, limit, readout) {
   const box = el("div", { class: "text tokens", tabindex: 0, role: "group",
     "aria-label": "tokens; the arrow keys lead through them" });
   const add = (first, last) => {
@@ -159,7 +159,7 @@ function tokenBox(rollout, pieces, from, values, limit, said) {
     chosen = piece;
     chosen.classList.add("chosen");
     const at = Number(piece.dataset.at);
-    said.replaceChildren(figuresOfToken(rollout, at, pieces[at - from]));
+    readout.replaceChildren(figuresOfToken(rollout, at, pieces[at - from]));
   };
   box.addEventListener("mouseover", (event) => choose(event.target.closest(".t")));
   box.addEventListener("click", (event) => choose(event.target.closest(".t")));
@@ -197,11 +197,11 @@ function rewardsOf(rollout) {
 }
 
 function columnsOf(title, columns) {
-  const given = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
-  if (!given.length) return null;
+  const entries = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
+  if (!entries.length) return null;
   const short = (value) => (JSON.stringify(value).length < 80 ? JSON.stringify(value) : JSON.stringify(value, null, 1));
   return [el("h3", {}, title),
-    el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)),
+    el("dl", {}, entries.flatMap(([name, value]) => [el("dt", {}, shown(name)),
     el("dd", {}, textBlock(typeof value === "object" ? short(value) : asText(value)))]))];
 }
 
