@@ -235,7 +235,7 @@ class Terminal:
             yield join_cells(cells, indent)
         if begin >= len(text):
             return
-        # The last lines begin after this character: a line has at most one for each column.
+        # The last lines begin after this character: a line has about one for each column.
         rest = max(begin, len(text) - num_tail * self.columns)
         tail_styles = styles if isinstance(styles, str) else styles[rest:]
         # What lies before it is not wrapped, since a text may have megabytes.

@@ -175,7 +175,8 @@ class _RankCheckup:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             from grpo_spmd.tools.checkup.reduce import RankExchange
 
-            # Opened before the checks: rank 0 may serve the store, and the others wait for it.
+            # Opened before the checks, which take long: if this rank serves the store, the others
+            # wait for it.
             exchange = RankExchange(self._launch, self._args.deadline)
             self._run_checks()
             exchange.post("found", RankFindings(gethostname(), self._results, node=host_identity()))

@@ -171,7 +171,7 @@ def _share_room(
 
 
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
-    """Yields the result of each step for which there is time, but of at least one.
+    """Yields the results of the steps for which there is time, and at least of the first.
 
     Large dumps are read by several processes; the results come in the order in which they are done.
     """
