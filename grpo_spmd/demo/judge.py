@@ -40,6 +40,7 @@ async def _answer(request: web.Request) -> web.Response:
 
 
 async def _serve() -> None:
+    """Serves at a free port of 127.0.0.1 until the parent process has ended."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", _answer)
     runner = web.AppRunner(app, access_log=None)

@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
+    """Runs the command."""
     hold_standard_streams()
     parser = OverridesParser(
         prog="python -m grpo_spmd.prefetch",

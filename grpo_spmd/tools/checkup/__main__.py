@@ -297,6 +297,7 @@ class _RankCheckup:
 
 
 def _parser() -> OverridesParser:
+    """Returns the parser of the command line."""
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.checkup",
@@ -321,12 +322,14 @@ def _parser() -> OverridesParser:
 
 
 def _parse_number(text: str) -> int:
+    """Parses an option's value that must be a positive integer."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
 def _parse_groups(text: str) -> tuple[str, ...]:
+    """Parses the value of --only: names of groups, separated by commas."""
     groups = tuple(text.split(","))
     for name in groups:
         if name not in _GROUPS:

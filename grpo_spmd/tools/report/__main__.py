@@ -21,6 +21,7 @@ _RUNNING_STATES = {"running", "silent", "empty"}
 
 
 def main() -> None:
+    """Writes the page of the runs that the arguments name, with --follow again and again."""
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.report",

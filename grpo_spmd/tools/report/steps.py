@@ -322,6 +322,7 @@ class StepPage:
     """The scanned rollouts of a step, and those of them whose texts are shown."""
 
     def __init__(self, task: StepTask) -> None:
+        """Scans the step. No rollout's text is read yet."""
         folder, self._pieces = open_folder(task.run_dir)
         self.rollouts, self.errors = scan_step(folder, task.step)
         indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)

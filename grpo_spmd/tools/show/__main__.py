@@ -19,6 +19,7 @@ from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 
 
 def main() -> None:
+    """Prints the page that the arguments ask for, with --follow again and again."""
     hold_standard_streams()
     args = _parse_arguments()
     try:
@@ -54,6 +55,7 @@ def _text(text: str) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
+    """Parses the command line. Exits with code 2 for options that exclude each other."""
     parser = OneLineParser(
         prog="python -m grpo_spmd.show",
         description="Show a run in the terminal: its state, what to look at, its curves; a step, "

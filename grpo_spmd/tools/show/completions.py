@@ -137,6 +137,7 @@ class TokenDifferences:
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
     ) -> None:
+        """Reads the scores of `records`, which are rollouts of the step; `errors` is added to."""
         # The bound of the mean over a step. In a healthy run single tokens may exceed it by far.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
