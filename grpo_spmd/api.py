@@ -170,8 +170,8 @@ def _plain(value: Any) -> Any:
 def _source(rows: Any, file: Path) -> Any:
     """Returns a data source as a YAML file would have it.
 
-    Rows are written to `file`, and its path is returned. A text (a path or hub source) is returned
-    as it is, and of a mapping of named sets each set is treated so.
+    Rows are written to `file`, and its path is returned. A text (a path or a hub source) is
+    returned as it is. A mapping of named sets is converted set by set.
     """
     if rows is None or isinstance(rows, str):
         return rows

@@ -166,7 +166,7 @@ def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> 
 
 
 def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[dict[str, Any]]:
-    """Writes the policy and its tokenizer into the folder `model`, and returns the rows.
+    """Writes the policy and its tokenizer into the folder `model`, and returns the data set's rows.
 
     `sizes` replace values of the model's config.
     """

@@ -201,7 +201,7 @@ def make_examples(
 def fill_tools_demo(
     model: Path, seed: int, draw_turns: DrawTurns = teacher_turns
 ) -> list[dict[str, Any]]:
-    """Writes the policy and its tokenizer into the folder `model`, and returns the rows."""
+    """Writes the policy and its tokenizer into the folder `model`; returns the data set's rows."""
     examples = make_examples(make_tokenizer(model), seed, draw_turns)
     rates = [_CORRECT_LR * factor for factor in rise_and_fall(_CORRECT_STEPS)]
     # A small constant rate, so that the model does not forget from the careless teacher how calls

@@ -259,9 +259,9 @@ class Terminal:
         return lines
 
     def hang(self, label: Line, text: str, style: str = "") -> Iterator[Line]:
-        """Yields `text` to the right of `label`, in at most four lines.
+        """Yields `text` to the right of `label`.
 
-        A longer text shows its first three lines, a note and its last line.
+        Of more than four lines only the first three and the last are shown, with a note between.
         """
         indent = width_of(label.plain)
         for index, line in enumerate(self.excerpt(text, 3, 1, indent=indent, styles=style)):

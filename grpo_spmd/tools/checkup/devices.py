@@ -228,7 +228,7 @@ def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
 
 
 def check_topology(target: Target) -> Iterator[Result]:
-    """Checks how the GPUs of this machine are linked: between sockets is slow."""
+    """Checks how the GPUs of this machine are linked; links between CPU sockets are slow."""
     if target.num_gpus < 2:
         return
     # nvidia-smi underlines the table's title row with escape codes.

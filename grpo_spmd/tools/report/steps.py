@@ -256,7 +256,7 @@ def _spread_order(num: int, step: int) -> Iterator[int]:
 
 
 class StepTask(NamedTuple):
-    """The task to make the chunk of one step, which is sent to a process."""
+    """The task of making the chunk of one step, as it is sent to a process."""
 
     run_dir: Path
     step: int
@@ -510,7 +510,7 @@ class StepPage:
         return False
 
     def _spend(self, value: object) -> bool:
-        """Takes the room for `value`. Returns False if there is not so much left."""
+        """Reserves room for `value`. Returns False if there is not enough left."""
         # Each value is measured: even texts of one policy compress very differently.
         size = compressed_size(value)
         if size > self._num_bytes_left:

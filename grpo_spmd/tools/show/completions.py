@@ -250,7 +250,7 @@ def ranked_completions(
 
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
-    """Returns a key for sorting: the best, or else the worst, completion has the smallest."""
+    """Returns a sort key, which is smallest for the best completion, or for the worst."""
     sign = -1.0 if is_best else 1.0
     # Other people's files may hold NaN, which cannot be sorted.
     reward, advantage = (
