@@ -23,6 +23,7 @@ function addressOf(changes) {
     encodeURIComponent(String(wanted[name]).toWellFormed()).replaceAll("%2F", "/")).join("&");
 }
 
+/** Changes the address, which shows the new place. With `replace` the browser's history gets no new entry. */
 function go(changes, { replace = false } = {}) {
   const address = addressOf(changes);
   if (address === location.hash) return;
@@ -45,6 +46,7 @@ function stateOfAddress() {
   return { run, view, step, rollout, row: whole("row"), metric: fields.get("metric"), q: fields.get("q") ?? "" };
 }
 
+/** Shows what the address names. Called whenever the address changes. */
 async function render() {
   const before = state;
   state = stateOfAddress();
@@ -70,6 +72,7 @@ async function render() {
 
 let closing = []; // functions that remove what a view has set up: observers, charts
 const whenClosed = (close) => closing.push(close);
+/** Removes what the view has set up. */
 function closeView() {
   for (const close of closing.splice(0)) close();
 }
@@ -90,6 +93,7 @@ const stateMark = (run) => {
     number > 0 && `, ${number} ${number > 1 ? "findings" : "finding"}`);
 };
 
+/** Shows the runs with their states, the names of the views, and the step. */
 function showHeader() {
   const choose = (run, i) =>
     el("a", { class: "run", href: addressOf({ run: i, step: null, rollout: null, row: null }),
@@ -123,6 +127,7 @@ function changeTheme() {
   setTheme(now === "dark" ? "light" : "dark");
 }
 
+/** Shows the page in a theme, and stores it if the browser allows that. */
 function setTheme(theme) {
   document.documentElement.style.colorScheme = theme;
   try {
@@ -139,6 +144,7 @@ const KEYS = {
   "/": () => byId("search").focus(), "?": () => byId("help").showModal(), Escape: () => closeLast(),
 };
 
+/** Closes what was opened last: search, rollout, prompt or zoom. */
 function closeLast() {
   if (state.view === "search") history.back();
   else if (state.rollout) go({ rollout: null });
@@ -146,6 +152,7 @@ function closeLast() {
   else if (state.view === "curves") zoomTo(null);
 }
 
+/** Handles a key, unless it belongs to the browser or to a field of input. */
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
   const isTyping = event.target.matches("input:not([type=checkbox]), select, textarea");
@@ -163,11 +170,13 @@ function onKey(event) {
 
 // ---- begin
 
+/** Shows nothing but the reason why the page cannot be shown. */
 function refuse(...children) {
   byId("content").replaceChildren(el("p", { class: "note bad", id: "refused" }, ...children));
   document.documentElement.dataset.ready = "refused";
 }
 
+/** Checks browser and file, reads the chunk "main", and shows the first view. */
 async function begin() {
   if (typeof DecompressionStream === "undefined" || !CSS.supports("color", "light-dark(red, red)"))
     return refuse("This browser is too old to unpack the page's data. It must be Chrome or Edge 123, Firefox 120, " +

@@ -35,6 +35,7 @@ const CONTROLS = ("NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI " +
   "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US")
   .split(" ");
 
+/** Makes the mark of an odd character, with its code as title. */
 function oddMark(character) {
   const code = character.codePointAt(0);
   const times = character.length > 2 ? ` \u00d7 ${character.length}` : "";
@@ -80,6 +81,7 @@ const figure = (value, digits) => el("span", { class: "num", title: asText(value
 const signed = (value, digits) => (value > 0 ? "+" : "") + num(value, digits);
 const percent = (part) => num(100 * part, 3) + " %";
 
+/** Formats a time: seconds, or minutes or hours if it is longer. */
 function seconds(value) {
   if (value === null || value === undefined) return "\u2013";
   if (value < 60) return num(value, 3) + " s";
@@ -153,6 +155,7 @@ const MOST_UNPACKED = 12;
 
 const chunkElement = (name) => document.querySelector(`script[data-chunk="${name}"]`);
 
+/** Returns a chunk, unpacked if it is not among those that were used last. */
 async function chunk(name) {
   if (unpacked.has(name)) {
     const value = unpacked.get(name);

@@ -85,6 +85,7 @@ function chartsOf(titles) {
     ({ ...chart, stacked: false, keys: [key] })));
 }
 
+/** The view of all curves. */
 async function showCurves(content, before, isCurrent) {
   if (!content.querySelector("#curves")) {
     const host = el("div", { class: "charts", id: "curves" });
@@ -135,6 +136,7 @@ async function fillCharts(host, titles, isCurrent = () => true) {
 
 const HEIGHT = 150;
 const DASHES = [undefined, [5, 3], [2, 2], [8, 2, 2, 2]];
+/** Gives a plot the width of its card. */
 function fit(plot, card) {
   const width = card.clientWidth - 16;
   if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
@@ -156,6 +158,7 @@ function linesOf(chart) {
   return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
 }
 
+/** Draws one chart into its card. Returns the plot and its lines before smoothing. */
 function draw(card, chart) {
   const { lines, data } = linesOf(chart);
   const isLog = chart.log && data.slice(1).some((values) => values.some((value) => value > 0));
@@ -270,6 +273,7 @@ function markStep() {
 // ---- zoom: one range of steps for all charts
 
 let zoomed = null; // [first, last], or null for all steps
+/** Returns the range of the steps of all runs, for the x axis. */
 function wholeRange() {
   const all = main.runs.flatMap((run) => [run.steps, run.evaluations?.steps ?? []]).flatMap((steps) =>
     (steps.length ? [steps[0], steps.at(-1)] : []));
@@ -277,6 +281,7 @@ function wholeRange() {
   return low < high ? [low, high] : [low - 0.5, high + 0.5];
 }
 
+/** Shows a range of steps in all charts; null shows all steps. */
 function zoomTo(range) {
   zoomed = range;
   const [min, max] = zoomed ?? wholeRange();
@@ -284,6 +289,7 @@ function zoomTo(range) {
   if (byId("all-steps")) byId("all-steps").hidden = !zoomed;
 }
 
+/** Zooms all charts to what was selected by dragging in one. */
 function zoomToSelection(plot) {
   const { left, width } = plot.select;
   if (width > 4) zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
@@ -306,6 +312,7 @@ function smoothCharts(isSmooth) {
   markStep();
 }
 
+/** Draws all charts again in the colours of the present theme. */
 function redrawCharts() {
   charts.forEach(({ plot }) => plot.redraw(false, true));
     // reads the colours of the theme again; those of the legends come from the style sheet

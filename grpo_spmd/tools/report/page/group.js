@@ -26,6 +26,7 @@ const rolloutAt = (data, i) => (data.table.shown[i] < 0 ? null : data.rollouts[d
 const titleOf = (data, i) =>
   `Row ${data.table.row[i]}, group ${data.table.position[i]}, sample ${data.table.sample[i]}`;
 
+/** The figures of the i-th rollout. */
 function figuresOf(data, i) {
   const columns = data.table;
   const tile = (label, value, title) => el("div", { class: "tile" }, el("b", { title }, value), el("span", {}, label));
@@ -36,6 +37,7 @@ function figuresOf(data, i) {
     tile("largest mismatch", num(columns.mismatch[i], 3), asText(columns.mismatch[i])));
 }
 
+/** The samples of a group: those with text side by side, the others as links. */
 function groupPanel(data, places, chosen) {
   const withText = places.filter((i) => rolloutAt(data, i));
   const without = places.filter((i) => !rolloutAt(data, i));

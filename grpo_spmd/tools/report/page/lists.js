@@ -7,6 +7,7 @@ const KINDS = {
 let kindShown = ""; // of the list of prompts
 let promptText = "";
 
+/** The view of the prompts. */
 function showPrompts(content) {
   const run = runOf();
   const counts = run.prompt_kinds ?? {};
@@ -56,6 +57,7 @@ function promptItem(run, one) {
 
 // ---- config
 
+/** The view of the config, with versions and launches. */
 function showConfig(content) {
   if (content.querySelector("#config")) return;
   const run = runOf();
@@ -82,6 +84,7 @@ function showConfig(content) {
         shown(asText(main.version)), "."))))));
 }
 
+/** What launches.jsonl records of one launch. */
 function launchPanel(launch) {
   const rows = Object.entries(launch).filter(([name, value]) => name !== "versions" &&
     value !== null).map(([name, value]) => [shown(name),

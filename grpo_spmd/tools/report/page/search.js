@@ -3,6 +3,7 @@
 
 const MOST_FOUND = 200;
 
+/** The view of a search. */
 async function showSearch(content, before, isCurrent) {
   byId("search").value = state.q;
   const run = runOf();
@@ -29,6 +30,7 @@ async function showSearch(content, before, isCurrent) {
   }
 }
 
+/** A match with some text around it and a link to its rollout. */
 function hit(step, rollout, at, length) {
   const text = asText(rollout.completion);
   return el("li", { class: "finding" }, el("div", {},

@@ -37,6 +37,7 @@ let opened = null; // of the shown step: {data, step, run, kept: indices of the 
 
 const idOf = (data, i) => `${data.table.position[i]}/${data.table.sample[i]}`;
 
+/** The view of a step's rollouts. It shows the step with rollouts that is nearest to the address's step. */
 async function showRollouts(content, before, isCurrent) {
   const run = runOf();
   const steps = run.rollouts.steps;
@@ -59,6 +60,7 @@ async function showRollouts(content, before, isCurrent) {
     row.dataset.id === state.rollout));
 }
 
+/** The step's main metrics, with links to their curves. */
 function headOfStep(run, step) {
   const at = run.steps.indexOf(step);
   const metrics = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
@@ -80,6 +82,7 @@ function headOfStep(run, step) {
 
 // ---- filters
 
+/** The fields by which the table is filtered. */
 function filterBar(data) {
   const set = (name, value) => {
     filters = { ...filters, [name]: value };
@@ -104,6 +107,7 @@ function filterBar(data) {
       el("span", { id: "kept", class: "note", "aria-live": "polite" }));
 }
 
+/** Removes all filters, also that of a prompt. */
 function clearFilters() {
   filters = { ...NO_FILTERS };
   document.querySelectorAll("[data-filter]").forEach((field) => (field.value = ""));
@@ -146,6 +150,7 @@ function binsOf(rewards) {
     label: `${num(edge(i), 3)} to ${num(edge(i + 1), 3)}`, isOpen: i < 19 }));
 }
 
+/** Shows the histogram of rewards: all rollouts, and those that pass the filters. A click on a bin filters by it. */
 function showHistogram(data) {
   const rewards = data.table.reward;
   const bins = binsOf(known(rewards));
@@ -203,6 +208,7 @@ function showGroups(data) {
 
 // ---- the table
 
+/** Shows histogram, groups and table again, after a change of filters or order. */
 function showTable() {
   const { data } = opened;
   const places = [...data.table.position.keys()].filter((i) => passes(data, i));
@@ -238,6 +244,7 @@ function showTable() {
       `show ${opened.kept.length - rows.length} more`)] : []));
 }
 
+/** The table's row of the i-th rollout. */
 function rowOf(data, i) {
   const id = idOf(data, i);
   const first = el("td", {}, linkTo({ rollout: id }, num(data.table.row[i])));

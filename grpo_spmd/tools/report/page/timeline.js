@@ -2,6 +2,7 @@
 // The timeline of one step: a row for each rank, with a block for each phase. Empty and hatched parts are time in which
 // the rank waited.
 
+/** The view of the timeline. It shows the step with a timeline that is nearest to the address's step. */
 function showTimeline(content) {
   const timeline = runOf().timeline ?? { steps: [], spans: [] };
   if (!timeline.steps.length) return void content.replaceChildren(el("p", { class: "note" },
@@ -35,6 +36,7 @@ function chooser(timeline, at) {
     timeline.steps.map(bar));
 }
 
+/** Explains the colours of the phases. */
 function legendOfPhases(one) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
   return el("p", { class: "legend" },
@@ -45,6 +47,7 @@ function legendOfPhases(one) {
     el("span", {}, el("i", { class: "box" }), "empty: between phases"));
 }
 
+/** The rows of all ranks; figures of the chosen block are shown in `readout`. */
 function rows(one, length, readout) {
   const left = (at) => `${(100 * at) / length}%`;
   const peaks = one.spans.map((spans) => largest(known(spans.map((span) => span[3]))));
@@ -79,6 +82,7 @@ function rows(one, length, readout) {
     one.spans.map(row));
 }
 
+/** A table of the phases: their times and memory over the ranks. */
 function phaseTable(one, length) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
   const line = (phase) => {

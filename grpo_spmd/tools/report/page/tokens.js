@@ -21,6 +21,7 @@ const BINS = 5; // shades of one direction
 const FIRST_TOKENS = 3000; // drawn at once; more on demand
 let colouring = "difference"; // stays from one completion to the next
 
+/** Returns the figures of a colouring, one for each sampled token; null if they are not known. */
 function valuesOf(name, rollout) {
   const tokens = rollout.tokens;
   if (!tokens || name === "none") return null;
@@ -39,6 +40,7 @@ function limitOf(name, data, values) {
   return Math.max(size(data.table.mismatch), size(values));
 }
 
+/** Returns the CSS class for the colour of a figure. */
 function shadeOf(name, value, limit) {
   if (value === null || value === undefined || name === "none") return "";
   if (name === "mask") return value ? "" : "masked";
@@ -46,6 +48,7 @@ function shadeOf(name, value, limit) {
   return size > 0 ? (value < 0 && name !== "logprob" ? "minus" : "plus") + size : "";
 }
 
+/** Explains the colours: their scale and what the figures are. */
 function legendOf(name, limit, numKnown) {
   if (name === "none") return el("p", { class: "legend" });
   if (!numKnown) return el("p", { class: "legend" }, "Not recorded for this rollout: ", COLOURINGS[name][1], ".");
@@ -63,6 +66,7 @@ function legendOf(name, limit, numKnown) {
       "Full colour: the largest of the step."));
 }
 
+/** A rollout with its text: prompt, tokens or completion, rewards and columns. */
 function completionPanel(data, i, rollout) {
   const body = el("div", { id: "tokens" });
   const readout = el("p", { class: "said", id: "said", "aria-live": "polite" });
@@ -94,6 +98,7 @@ function completionPanel(data, i, rollout) {
   return result;
 }
 
+/** Chooses the next way to colour tokens. */
 function nextColouring() {
   const names = Object.keys(COLOURINGS);
   document.querySelector(`#colourings [data-name=${names[(names.indexOf(colouring) + 1) % names.length]}]`)?.click();
@@ -175,6 +180,7 @@ function tokenBox(rollout, pieces, from, values, limit, readout) {
   return box;
 }
 
+/** All figures of one token. */
 function figuresOfToken(rollout, at, piece) {
   const { ids, logprob } = rollout.tokens;
   const exact = (name, value) => (value === null || value === undefined ? null : el("span", {}, name + " ",
@@ -190,12 +196,14 @@ function figuresOfToken(rollout, at, piece) {
 
 // ---- beside the text
 
+/** A table of the rollout's rewards by name. */
 function rewardsOf(rollout) {
   const rows = Object.entries(rollout.rewards ?? {}).map(([name, value]) => [shown(name), figure(value),
     statusMark(own(rollout.statuses, name) ?? "ok")]);
   return rows.length ? [el("h3", {}, "rewards"), table(["name", "reward", "status"], rows)] : null;
 }
 
+/** A list of named values. */
 function columnsOf(title, columns) {
   const entries = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
   if (!entries.length) return null;

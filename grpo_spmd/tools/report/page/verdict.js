@@ -7,6 +7,7 @@ const levelMark = (level) =>
     "aria-label": asText(level) },
     own(LEVELS, level) ?? "!");
 
+/** The view of the verdict. */
 function showVerdict(content) {
   if (content.querySelector("#verdict")) return markStep();
   const runs = main.runs.map((run, i) => el("div", { class: "verdict" }, headOf(run, i),
@@ -19,6 +20,7 @@ function showVerdict(content) {
 
 const metric = (run, key) => known(own(run.metrics, key) ?? []);
 
+/** The run's state and its reason, its failure reports, and a few figures. */
 function headOf(run, i) {
   const rewards = metric(run, "reward/mean");
   const tile = (label, value, title) => el("div", { class: "tile" }, el("b", { title }, value), el("span", {}, label));
