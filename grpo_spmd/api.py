@@ -1,7 +1,8 @@
-"""grpo_spmd.run: a run from Python, in a script or a notebook, several times in one process.
+"""`grpo_spmd.run` trains from Python: in a script or a notebook, and as often as wanted.
 
-The process belongs to its owner: a run that ends leaves it as it was, and a failure is an exception
-(distributed/embedded_run.py). Imports no torch at its top.
+The process belongs to the caller: signal handlers, environment variables and logging are restored
+when a run ends, and a failure is raised as an exception (distributed/embedded_run.py). Importing
+this module does not import torch.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Entry = RewardFunction | tuple[RewardFunction, float] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RunResult:
-    """Holds the result of a run that has ended."""
+    """The result of a run that has ended."""
 
     run_dir: Path
     # Finished steps, including the steps of earlier starts of the run.
@@ -43,7 +44,7 @@ class RunResult:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of metrics.jsonl. They are read again each time."""
+        """The lines of metrics.jsonl, one dict each. Every access reads the file again."""
         with (self.run_dir / "metrics.jsonl").open(encoding="utf-8") as file:
             return [json.loads(line) for line in file]
 
@@ -55,8 +56,8 @@ def run(
 ) -> RunResult:
     """Trains, and returns when the run has ended. Call it in the main thread.
 
-    The run is in this one process. If torchrun has started the process, each rank must call `run`
-    with the same arguments.
+    Training runs in this process, as a single rank. In a script that torchrun has started, each
+    process is a rank, and all of them must call `run` with the same arguments.
 
     `config` is a YAML file, or a mapping with the same content; keys may be dotted
     ("optimizer.lr"). `overrides` replace values of the config: optimizer={"lr": 1e-6}, or
@@ -64,10 +65,11 @@ def run(
     fn(prompts, completions, completion_ids, **columns), a pair (function, weight), or a mapping as
     in YAML, whose "function" may be a function too. Rewards are computed in separate processes,
     with the usual time limits. data.train and the sets of data.eval may be lists of rows or
-    Datasets, which are written to files for the time of the run.
+    Datasets; they are written to temporary files, which are deleted when the run has ended.
 
     After one Ctrl-C the run saves and returns; a second one raises KeyboardInterrupt. Raises
-    ConfigError for what cannot be used, and RuntimeError with the run's report for anything else.
+    ConfigError if the config or the data cannot be used, and RuntimeError with the run's report for
+    any other failure.
     """
     if isinstance(config, Mapping):
         tree = _merged({}, config)
@@ -91,8 +93,8 @@ def run(
     for name, value in flat({**tree, "rewards": None, "data": None}).items():
         if callable(value):
             raise ConfigError(
-                f"{name} is an object of Python; give what a config has: of a model its folder or "
-                'hub id, of a class or function "file.py:name"'
+                f"{name} is a Python object; give what a config file can hold: for a model its "
+                'folder or hub id, for a class or function "file.py:name"'
             )
     with tempfile.TemporaryDirectory(prefix="grpo_spmd_data_") as folder, registered(functions):
         data = tree.get("data") or {}
@@ -102,7 +104,7 @@ def run(
 
 
 def _train(config: Config) -> RunResult:
-    """Checks the config, trains, and returns the result."""
+    """Checks the config and the data, trains, and returns the result."""
     inputs = check_inputs(config, num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
     # Functions that cannot be sent to workers are refused now, not after the engine has started.
     pack_functions(config.rewards)
@@ -127,7 +129,7 @@ def _train(config: Config) -> RunResult:
 
 
 def _release() -> None:
-    """Ends what a failed run leaves of its engine, its process group and its trackers."""
+    """Ends the trackers, the engine and the process group that a failed run has left behind."""
     import torch.distributed as dist
 
     finish_all()
@@ -137,10 +139,10 @@ def _release() -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Returns `new` in the place of `old`: mappings are merged key by key.
+    """Returns `old` updated by `new`: mappings are merged key by key, other values are replaced.
 
-    Dotted keys become sections. Neither argument is changed: they may belong to the caller."""
-    # An empty mapping is a section only if there is one already; else it is a plain value.
+    Dotted keys become sections. Both arguments may belong to the caller, and are not changed."""
+    # An empty mapping leaves a section as it is. Where there is no section, it is the value {}.
     if not isinstance(new, Mapping) or not (new or isinstance(old, Mapping)):
         return _plain(new)
     tree = dict(old) if isinstance(old, Mapping) else {}
@@ -152,7 +154,10 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value as YAML would have it; functions stay."""
+    """Returns a copy of `value` as a YAML file would give it: paths as text, tuples as lists.
+
+    Values that no YAML file can hold, such as functions, stay as they are.
+    """
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -163,7 +168,11 @@ def _plain(value: Any) -> Any:
 
 
 def _source(rows: Any, file: Path) -> Any:
-    """Writes rows to `file` and returns its path; a source as in YAML is returned as it is."""
+    """Returns a data source as a YAML file would have it.
+
+    Rows are written to `file`, and its path is returned. A text (a path or a hub source) is
+    returned as it is. A mapping of named sets is converted set by set.
+    """
     if rows is None or isinstance(rows, str):
         return rows
     if isinstance(rows, Mapping):
@@ -180,9 +189,9 @@ def _source(rows: Any, file: Path) -> Any:
 
 
 def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:
-    """Returns an entry of `rewards` as in YAML.
+    """Returns an entry of `rewards` as a YAML file would have it.
 
-    A function goes into `functions`, under the text that stands for it in the entry.
+    A Python function is replaced by a text, its spec, and is added to `functions` under that spec.
     """
     if isinstance(entry, list | tuple) and len(entry) == 2 and callable(entry[0]):
         entry = {"function": entry[0], "weight": entry[1]}
@@ -198,7 +207,7 @@ def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) 
         rule = "is a class; give an object of it"
         raise ConfigError(f"rewards.{index}: {function.__name__} {rule}")
     spec = function_spec(function)
-    # Another function has the same text, such as a second lambda.
+    # Two functions of the same name have the same spec, for example two lambdas.
     if spec in functions:
         spec = f"{spec}#{index}"
     functions[spec] = function

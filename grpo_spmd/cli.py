@@ -1,8 +1,9 @@
-"""The console script: `grpo-spmd train` checks, then starts the ranks.
+"""The console script `grpo-spmd`.
 
-For every other command `grpo-spmd COMMAND` is `python -m grpo_spmd.COMMAND`. The ranks are those of
-one machine, or with --nnodes and --rdzv-... (torchrun's options) of several. A single rank is this
-process itself, in which breakpoint() works.
+`grpo-spmd train` checks config and data, then starts the ranks: on this machine alone, or together
+with other machines (torchrun's options --nnodes, --rdzv-endpoint and so on). A single rank runs in
+this process, so that breakpoint() works. For every other command `grpo-spmd COMMAND` is the same as
+`python -m grpo_spmd.COMMAND`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _NODE_OPTIONS = [
     "master-port",
     "local-addr",
 ]
-# Options that torchrun gets as they are.
+# Options that are passed on to torchrun unchanged.
 _TORCHRUN_OPTIONS = [*_NODE_OPTIONS, "max-restarts"]
 _COLUMNS = 80
 _USAGE = """\
@@ -79,7 +80,7 @@ def main() -> None:
     """Runs the command that the arguments name."""
     hold_standard_streams()
     if not sys.flags.safe_path:
-        # As with python -m: a reward's file imports modules of the working folder.
+        # As python -m does, so that a user's reward file can import modules beside it.
         sys.path[0] = os.getcwd()
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
@@ -91,7 +92,7 @@ def main() -> None:
         show(f"grpo-spmd {__version__}")
         return
     if name not in _COMMANDS:
-        # Any command, however far: there is always a closest one.
+        # With a cutoff of 0.0 there is always a closest command.
         closest = difflib.get_close_matches(name, _COMMANDS, 1, 0.0)[0]
         remedy = f"did you mean {closest}? --help lists them"
         refuse(ConfigError(f"grpo-spmd {name}: unknown command; {remedy}"))
@@ -107,6 +108,10 @@ def main() -> None:
 
 
 def _train(arguments: list[str]) -> None:
+    """Runs `grpo-spmd train`: checks config and data, then becomes torchrun's launcher (execv).
+
+    --help, --check, --explain and a single rank without torchrun's options run in this process.
+    """
     interrupt.listen()
     parser = _TrainParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc")
@@ -122,7 +127,7 @@ def _train(arguments: list[str]) -> None:
         names = textwrap.fill(" ".join(f"--{name}" for name in _TORCHRUN_OPTIONS), _COLUMNS)
         show(_TRAIN_USAGE.format(options=names))
     sys.argv = ["grpo-spmd train", *rest]
-    # Here, so that other commands need not load what training checks.
+    # Imported here, so that the other commands need not load the checks of training.
     from grpo_spmd import train
 
     if is_help or (local_ranks == 1 and not options):
@@ -138,7 +143,7 @@ def _train(arguments: list[str]) -> None:
     sys.argv.append("--check")
     with contextlib.redirect_stdout(io.StringIO()):
         train.main()
-    # torchrun sets its own.
+    # The checks have read these two; torchrun sets its own for each rank.
     for name in sizes:
         del os.environ[name]
     words = [f"--{name}={value}" for name, value in options.items()]
@@ -148,17 +153,20 @@ def _train(arguments: list[str]) -> None:
         words.append("--rdzv-backend=c10d")
     launch = ["-m", "grpo_spmd.distributed.launch", *words, f"--nproc-per-node={local_ranks}"]
     sys.stdout.flush()
-    # Ctrl-C stays pending until launch.py listens to it.
+    # execv keeps the signal mask: a Ctrl-C stays pending until launch.py can handle it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     os.execv(sys.executable, [sys.executable, *launch, "-m", "grpo_spmd.train", *rest])
 
 
 class _TrainParser(argparse.ArgumentParser):
+    """A parser that reports a wrong argument in one line, as other wrong input is reported."""
+
     def error(self, message: str) -> NoReturn:
         refuse(ConfigError(message))
 
 
 def _positive_number(name: str, text: str) -> int:
+    """Returns the number in `text`. Exits with code 2 if it is no positive integer."""
     if not (text.isdecimal() and int(text) > 0):
         refuse(ConfigError(f"{name}: {text!r} is not a number from 1 on"))
     return int(text)

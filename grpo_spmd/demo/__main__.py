@@ -20,7 +20,7 @@ from grpo_spmd.demo.reward_model import fill_reward_model_demo
 from grpo_spmd.demo.tools import fill_compacting_demo, fill_tools_demo
 from grpo_spmd.distributed import interrupt
 
-# By name: what writes the demo's models, and returns its rows.
+# The functions that write a demo's models and return its rows, by the demo's name.
 _FILLS = {
     "tools": fill_tools_demo,
     "experts": fill_experts_demo,
@@ -31,6 +31,7 @@ _FILLS = {
 
 
 def main() -> None:
+    """Makes the demo that the arguments name, or serves the demo's judge."""
     parser = OneLineParser(
         prog="python -m grpo_spmd.demo", description="Make a demo's model and prompts."
     )
@@ -51,7 +52,8 @@ def main() -> None:
         os._exit(1)
 
     interrupt.listen(quit_cleanly)
-    # torch reads it. On a busy machine a second thread makes it many times slower.
+    # For torch, which is imported later. On a busy machine a second thread makes this small
+    # training many times slower.
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         if args.name == "countdown":
@@ -62,7 +64,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except OSError as error:
-        # Too long a name, a folder without permission, a full disk.
+        # For example a name that is too long, a folder without permission, or a full disk.
         refuse(ConfigError(f"--out: {error.filename or out}: {error.strerror}"))
 
 

@@ -1,9 +1,9 @@
 """The agent of the compaction demo, as a user would write it: it has the model summarise the
 history when the context gets long, and goes on with the summary alone.
 
-"c,f" asks for the counts of two items, and both look-ups with the answer do not fit into the
-context. A count that is missing in the summary is lost, so the summary is trained as every other
-turn: its tokens have the episode's reward, in the context in which they were sampled.
+"c,f" asks for the counts of two items, but two look-ups and the answer together do not fit into the
+context. A count that is missing in the summary is lost. Therefore the summary is trained like every
+other turn: its tokens get the episode's reward, in the context in which they were sampled.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ _TOOLS: Any = [
 async def rollout(
     task: dict[str, Any], base_url: str, api_key: str, model: str, compact_at_tokens: int = 12
 ) -> float:
-    """Returns 1.0 if the model's answer has the counts of the wanted items, as in "7,3"."""
+    """Runs one episode and returns its reward.
+
+    The reward is 1.0 if the model answers with the counts of both wanted items, such as "7,3", and
+    else 0.0. `task` is a row of the data; the other arguments say where the policy can be reached.
+    """
     room = Stockroom()
     room.reset(**task)
     question = task["prompt"][0]
@@ -60,16 +64,16 @@ async def rollout(
                 if reply.usage.total_tokens >= compact_at_tokens:
                     messages.append({"role": "user", "content": SUMMARISE})
                     summary = (await ask()).choices[0].message.content
-                    # The summary takes the place of all that came after the question.
+                    # The summary replaces everything after the question.
                     messages = [question | {"content": f"{question['content']}|{summary}"}]
         except openai.BadRequestError:
-            # The limits of the episode allow no further turn.
+            # The endpoint refuses a turn beyond the episode's limits.
             return 0.0
 
 
 def _count(room: Stockroom, arguments: str) -> str:
     try:
         return str(room.count(**json.loads(arguments)))
-    # The model may ask for anything.
+    # The model may write any arguments.
     except (KeyError, TypeError, ValueError):
         return "error"

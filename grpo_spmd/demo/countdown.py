@@ -3,14 +3,16 @@
 The data are a tiny Qwen3, its tokenizer and prompts.
 
 The task is TinyZero's countdown with two numbers: "3,8=24:" asks for an equation that uses 3 and 8
-once each and reaches 24, such as "3*8". A warm start of seconds trains on correct equations, then
-on those of a careless teacher who often writes random digits. After it the model is right in three
-of ten tries; GRPO improves it with the reward alone. `--numbers 3-4` is TinyZero's own task, with
-targets below 100. Its warm start has correct equations only. After it one in five to ten is right.
+once each and reaches 24, such as "3*8". A warm start of a few seconds trains first on correct
+equations, then on those of a careless teacher, who often writes random digits. After the warm start
+three answers of ten are correct; GRPO improves the model with the reward alone.
 
-The distillation demo has the same careless model as its student, and a teacher that was trained
-longer, on correct equations only. The student gets no reward: it learns the teacher's distribution
-on its own completions.
+`--numbers 3-4` is TinyZero's own task, with three or four numbers and targets below 100. Its warm
+start has correct equations only, and after it one answer of five to ten is correct.
+
+In the distillation demo the same model, trained by the careless teacher, is the student. The model
+that it learns from was trained longer, on correct equations only. The student gets no reward: on
+its own completions it learns the distribution of that model.
 """
 
 from __future__ import annotations
@@ -33,11 +35,13 @@ _CORRECT_STEPS = 300
 _CORRECT_LR = 5e-3
 _CARELESS_STEPS = 120
 _CARELESS_LR = 1e-3
+# The fraction of the careless teacher's equations that are correct; the others are random.
 _CARELESS_CORRECT_FRAC = 0.55
+# For tasks of three or four numbers.
 _LONG_STEPS = 500
 _LONG_LR = 3e-3
 _LONG_ROWS = 4096
-# The teacher of the distillation demo trains longer than the student.
+# The teacher of the distillation demo is trained longer than its student.
 _TEACHER_STEPS = 600
 _TEACHER_LR = 5e-3
 _SIGNS: dict[str, Callable[[int, int], int]] = {
@@ -63,7 +67,7 @@ def prompt_text(*nums_and_target: int) -> str:
 
 
 def long_task(rng: random.Random) -> tuple[list[int], int, str]:
-    """Returns three or four numbers, a target from 1 to 99, and an equation that reaches it."""
+    """Draws a task: three or four numbers, a target from 1 to 99, and an equation for them."""
     while True:
         # Draw an equation first, so that the task has a solution.
         nums = [rng.randint(1, MAX_NUMBER) for _ in range(rng.choice((3, 4)))]
@@ -75,10 +79,13 @@ def long_task(rng: random.Random) -> tuple[list[int], int, str]:
 
 
 def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
-    """Returns the data set: one row for each task, with the columns prompt, nums and target."""
+    """Returns the data set: one row for each task, with the columns prompt, nums and target.
+
+    `numbers` is the command's option: "2" or "3-4".
+    """
     tasks: list[tuple[Sequence[int], int]] = [(task[:2], task[2]) for task in solvable_tasks()]
     if numbers != "2":
-        # A generator of its own, so that the rows do not depend on the warm start.
+        # A separate generator, so that the rows do not depend on what the warm start draws.
         rng = random.Random(f"rows/{seed}")
         tasks = [long_task(rng)[:2] for _ in range(_LONG_ROWS)]
     return [
@@ -88,7 +95,7 @@ def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
 
 
 def correct_equations(a: int, b: int, target: int) -> list[str]:
-    """Returns every equation over both numbers that reaches the target."""
+    """Returns every equation that uses both numbers and reaches the target."""
     return sorted(
         f"{x}{sign}{y}"
         for x, y in {(a, b), (b, a)}
@@ -98,7 +105,7 @@ def correct_equations(a: int, b: int, target: int) -> list[str]:
 
 
 def random_equation(rng: random.Random) -> str:
-    """Returns an equation of the careless teacher: two random digits around a random operation."""
+    """Returns a random sign between two random digits, as the careless teacher often writes."""
     return f"{rng.randint(1, MAX_NUMBER)}{rng.choice('+-*')}{rng.randint(1, MAX_NUMBER)}"
 
 
@@ -117,19 +124,22 @@ def make_tokenizer(folder: Path) -> None:
 
 
 def token_ids(text: str) -> list[int]:
-    """Returns the ids of single characters, as the tokenizer does."""
+    """Returns the token ids of `text`, one for each character, as the tokenizer would."""
     return [1 + CHARACTERS.index(character) for character in text]
 
 
 def make_example(prompt: str, equation: str) -> Example:
-    """Returns the sequence of prompt, equation and end token. The prompt is not trained on."""
+    """Returns prompt, equation and end token as one Example; the prompt is not trained on."""
     # The end token has id 0.
     ids = [*token_ids(prompt + equation), 0]
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 
 
 def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> None:
-    """Writes a model of the config, for two layers 0.1 million parameters, after the warm start."""
+    """Makes a model with this config, warm-starts it on countdown and saves it in `folder`.
+
+    `numbers` is the command's option: "2" or "3-4".
+    """
     rng = random.Random(seed)
     tasks = solvable_tasks()
 
@@ -156,14 +166,17 @@ def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> 
 
 
 def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[dict[str, Any]]:
-    """Writes the policy into `model`. Returns the rows."""
+    """Writes the policy and its tokenizer into the folder `model`, and returns the data set's rows.
+
+    `sizes` replace values of the model's config.
+    """
     make_tokenizer(model)
     make_countdown_model(model, seed, numbers, model_config(**sizes))
     return make_rows(numbers, seed)
 
 
 def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
-    """Writes a policy with eight experts a layer, of which a token takes two. Returns rows."""
+    """Writes a mixture of experts (eight in each layer, two for each token); returns the rows."""
     return fill_demo(
         model,
         seed,
@@ -184,7 +197,7 @@ def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
 
 
 def make_teacher(folder: Path, seed: int) -> None:
-    """Writes a model like the student that is right in nearly all tries, with its tokenizer."""
+    """Writes a model of the student's size that solves nearly all tasks, and its tokenizer."""
     make_tokenizer(folder)
     rng = random.Random(f"teacher/{seed}")
     tasks = solvable_tasks()
@@ -195,7 +208,7 @@ def make_teacher(folder: Path, seed: int) -> None:
             for task in rng.choices(tasks, k=_BATCH_SIZE)
         ]
 
-    # The rate falls to zero, so that the teacher ends sharp.
+    # The learning rate falls to zero, so that the teacher becomes confident in its answers.
     rates = [
         _TEACHER_LR * warm_up(step) * (1 - step / _TEACHER_STEPS) for step in range(_TEACHER_STEPS)
     ]
@@ -203,7 +216,7 @@ def make_teacher(folder: Path, seed: int) -> None:
 
 
 def fill_distillation_demo(model: Path, seed: int) -> list[dict[str, Any]]:
-    """Writes the student into `model` and the teacher beside it. Returns the rows."""
+    """Writes the student into `model` and the teacher into a folder beside it; returns the rows."""
     rows = fill_demo(model, seed)
     teacher = model.with_name("teacher")
     teacher.mkdir()

@@ -1,7 +1,7 @@
 """The judge of `launch/demo.sh judge`: an OpenAI-compatible server on the loopback interface.
 
-A rule takes the place of a model. It reads task and completion from the prompt that
-configs/demo-judge.md makes, and knows countdown.
+It uses the countdown verifier instead of a model: it reads the task and the completion from a
+prompt that was made with the template configs/demo-judge.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ _PARENT = os.getppid()
 
 
 def reply_to(prompt: str) -> str:
-    """Returns a judge's reply in two lines; it has no score if the prompt has no task."""
+    """Returns the judge's reply to `prompt`, with a last line "Score: 10" or "Score: 0".
+
+    If the prompt has no task, the reply has no score.
+    """
     match = _PROMPT.search(prompt)
     if match is None:
         return "There is nothing here that I could judge."
@@ -37,18 +40,20 @@ async def _answer(request: web.Request) -> web.Response:
 
 
 async def _serve() -> None:
+    """Serves at a free port of 127.0.0.1 until the parent process has ended."""
     app = web.Application()
     app.router.add_post("/v1/chat/completions", _answer)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     print(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", flush=True)
+    # A process whose parent has ended gets another parent.
     while os.getppid() == _PARENT:
         await asyncio.sleep(0.5)
 
 
 def serve() -> None:
-    """Prints the address, and answers until the process that started this one ends."""
-    # Ctrl-C is for the run, which still has completions to score.
+    """Prints the server's address, and serves until the process that started this one ends."""
+    # Ctrl-C also reaches this process, but the run still has completions to score.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_serve())

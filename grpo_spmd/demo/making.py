@@ -1,6 +1,7 @@
-"""Makes a tiny Qwen3 with a warm start for every demo, in a folder that is complete or absent.
+"""Trains the tiny Qwen3 of each demo, and writes a demo's folder, which is complete or absent.
 
-A *warm start* is a short supervised training, so that the model is sometimes right when RL begins.
+The training is a *warm start*: short and supervised, so that the model is sometimes right when RL
+begins.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _WARM_UP_STEPS = 50
 
 
 class Example(NamedTuple):
-    """An Example is one sequence of the warm start."""
+    """One sequence that the warm start trains on."""
 
     token_ids: list[int]
     # For each token, whether it counts in the loss.
@@ -28,9 +29,10 @@ class Example(NamedTuple):
 
 
 def model_config(**sizes: Any) -> Any:
-    """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ.
+    """Returns the config of a Qwen3 with two layers and the vocabulary of countdown.
 
-    With `num_experts` it is a Qwen3-MoE's."""
+    `sizes` replace values of the config. If `num_experts` is among them, the model is a Qwen3-MoE.
+    """
     import transformers
 
     # Small enough to learn in seconds on one CPU.
@@ -54,12 +56,15 @@ def model_config(**sizes: Any) -> Any:
 
 
 def warm_up(step: int) -> float:
-    """Returns the factor of the learning rate, which rises linearly over the first steps."""
+    """Returns the factor of the learning rate at `step`: it rises linearly to 1 in 50 steps."""
     return min(1.0, (step + 1) / _WARM_UP_STEPS)
 
 
 def rise_and_fall(num_steps: int) -> list[float]:
-    """Returns the factors of a learning rate that rises, and falls over the second half."""
+    """Returns a factor of the learning rate for each step.
+
+    It rises to 1 as in `warm_up`, and falls linearly to zero over the second half of the steps.
+    """
     return [min(warm_up(step), (num_steps - step) / (num_steps / 2)) for step in range(num_steps)]
 
 
@@ -70,12 +75,15 @@ def make_model(
     batch_of: Callable[[int], Sequence[Example]],
     learning_rates: Sequence[float],
 ) -> None:
-    """Writes a model after a warm start of one step for each learning rate, on `batch_of(step)`."""
+    """Makes a model with random weights, gives it a warm start and saves it in `folder`.
+
+    The warm start makes one step for each of `learning_rates`, on the examples `batch_of(step)`.
+    """
     import torch
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    # The weights depend on the seed alone.
+    # The initial weights depend on the seed alone.
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
@@ -100,7 +108,10 @@ def train(
     loss_of: Callable[[int], Any],
     learning_rates: Sequence[float],
 ) -> None:
-    """Runs one step for each learning rate, on the loss of `loss_of(step)`."""
+    """Makes one optimizer step for each of `learning_rates`, with the loss `loss_of(step)`.
+
+    `phase` names this training in the progress lines on the terminal.
+    """
     startup.begin(phase)
     for step, learning_rate in enumerate(learning_rates):
         startup.note(f", step {step + 1} of {len(learning_rates)}")
@@ -112,7 +123,10 @@ def train(
 
 
 def padded(rows: Iterable[list[Any]]) -> Any:
-    """Returns rows as a tensor, with zeros on the right: under a causal mask nothing sees them."""
+    """Returns rows of different lengths as one tensor, padded with zeros on the right.
+
+    No attention mask is needed: under a causal mask no token attends to the padding after it.
+    """
     import torch
 
     tensors = [torch.tensor(row) for row in rows]
@@ -124,11 +138,11 @@ def make_folder(
 ) -> None:
     """Writes `out`/model and `out`/train.jsonl, or neither.
 
-    Does nothing if the same `settings` and code made the folder that is there. `fill` writes the
-    model into the folder that it gets, and returns the rows. Raises ConfigError if something is
-    there that no demo has made: it would be deleted.
+    Does nothing if `out` was made before, with the same `settings` and by the same code. `fill`
+    writes the model into the folder that it is given, and returns the rows. Raises ConfigError if
+    `out` is something that no demo has made, since it would be deleted.
     """
-    # A demo of other code may have another tokenizer or template, so it is made again.
+    # Other code may write another tokenizer or template, so the demo is made again if it changed.
     made_from = settings | {"code": _code()}
     try:
         if json.loads((out / "made_from.json").read_text(encoding="utf-8")) == made_from:
@@ -140,7 +154,7 @@ def make_folder(
     start = time.perf_counter()
     print(f"demo: making a tiny model and its prompts in {out}, half a minute or more", flush=True)
     startup.begin("demo: importing torch and transformers")
-    # Filled beside its final place and renamed at the end, so that it is complete or absent.
+    # Fill a folder beside `out` and rename it at the end, so that `out` is complete or absent.
     temporary = temporary_folder(out)
     try:
         (temporary / "model").mkdir(parents=True)
@@ -166,10 +180,11 @@ def _refuse_foreign(out: Path) -> None:
 
 
 def temporary_folder(out: Path) -> Path:
+    """Returns the folder beside `out` that this process fills and then renames to `out`."""
     return out.with_name(out.name + f".tmp{os.getpid()}")
 
 
 def _code() -> str:
-    """Returns the text of this folder: what other code has made is made again."""
+    """Returns the source code of this folder, by which `make_folder` sees that it has changed."""
     paths = sorted(Path(__file__).parent.glob("*.py"))
     return "".join(path.read_text(encoding="utf-8") for path in paths)

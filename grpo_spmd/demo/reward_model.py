@@ -1,8 +1,8 @@
-"""Data of the reward-model demo: a tiny Qwen3 with a head for one score.
+"""Makes the models of the reward-model demo; the reward model is a tiny Qwen3 with a score head.
 
-It learns to tell correct countdown equations from wrong ones. It sees pairs for one task, and the
-correct answer must get the higher score (Bradley-Terry). Wrong answers are drawn as the policy may
-write them, with near misses and meaningless strings.
+It learns to tell correct countdown equations from wrong ones. It is trained on pairs of answers to
+the same task, of which the correct one must get the higher score (Bradley-Terry). The wrong answers
+are those that a policy may write: random equations, near misses and meaningless strings.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def is_correct(task: Task, text: str) -> bool:
 
 
 def wrong_answer(rng: random.Random, task: Task) -> str:
-    """Returns a wrong answer of one of many kinds."""
+    """Draws answers until one is wrong, and returns it."""
     while True:
         text = _draw_answer(rng, task)
         if not is_correct(task, text):
@@ -49,14 +49,14 @@ def wrong_answer(rng: random.Random, task: Task) -> str:
 
 
 def _draw_answer(rng: random.Random, task: Task) -> str:
-    """Returns a random answer, which is mostly wrong."""
-    # The bounds of `kind` are the fractions of the kinds, added up.
+    """Returns a random answer to the task, which is usually wrong."""
+    # Uniform in [0, 1). The bounds below are cumulative: 0.2 and 0.75 give the second kind 55 %.
     kind = rng.random()
     correct = rng.choice(correct_equations(*task))
     if kind < 0.2:
         return random_equation(rng)
     if kind < 0.75:
-        # One number of the task, both, or the same twice, which a policy soon tries.
+        # With one number of the task, with both, or with the same twice: a policy soon tries these.
         a = rng.choice(task[:2])
         b = rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, MAX_NUMBER)
         pair = [a, b]
@@ -69,17 +69,18 @@ def _draw_answer(rng: random.Random, task: Task) -> str:
         inserted = correct[index] + rng.choice(_CHARACTERS)
         return correct[:index] + rng.choice(["", replaced, inserted]) + correct[index + 1 :]
     if kind < 0.92:
-        # A correct answer that goes on.
+        # A correct answer with further characters behind it.
         num_more = rng.randint(1, _MAX_LENGTH - len(correct))
         return correct + "".join(rng.choices(_CHARACTERS + ",=:", k=num_more))
     return "".join(rng.choices(_CHARACTERS, k=rng.randint(1, _MAX_LENGTH)))
 
 
 def make_reward_model(folder: Path, base: Path, seed: int) -> None:
-    """Writes a reward model into `folder`, where its tokenizer is.
+    """Trains a reward model and writes it into `folder`, which already has its tokenizer.
 
-    It starts from the language model `base`, which knows some arithmetic. It has no padding token,
-    so that it reads the end token of a text too.
+    Training starts from the layers of the language model in `base`, which knows some arithmetic.
+    The config has no padding token: the tokenizer pads with the end token, and transformers would
+    take the score before the first end token instead of at it.
     """
     import torch
     import transformers
@@ -98,23 +99,23 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
         # A completion of the full length was cut off, so it has no end token.
         return [*ids, 0] if len(text) < _MAX_LENGTH else ids
 
-    def scores_of(texts: list[list[int]]) -> torch.Tensor:
-        lengths = [len(ids) for ids in texts]
-        hidden = model.model(input_ids=padded(texts), use_cache=False).last_hidden_state
+    def scores_of(sequences: list[list[int]]) -> torch.Tensor:
+        lengths = [len(ids) for ids in sequences]
+        hidden = model.model(input_ids=padded(sequences), use_cache=False).last_hidden_state
         ends = torch.tensor(lengths) - 1
-        scores: torch.Tensor = model.score(hidden[torch.arange(len(texts)), ends])
+        scores: torch.Tensor = model.score(hidden[torch.arange(len(sequences)), ends])
         return scores.squeeze(-1)
 
-    # The fraction of pairs that each step has told apart.
+    # For each step, the fraction of pairs in which the correct answer got the higher score.
     fractions: list[float] = []
 
     def loss_of(_: int) -> torch.Tensor:
         batch = rng.choices(tasks, k=_TASKS_PER_STEP)
-        texts = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
+        sequences = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
         for _ in range(_WRONG_PER_TASK):
-            texts += [encode(task, wrong_answer(rng, task)) for task in batch]
+            sequences += [encode(task, wrong_answer(rng, task)) for task in batch]
         # Row 0 has the correct answers, and each further row one wrong answer for each task.
-        scores = scores_of(texts).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
+        scores = scores_of(sequences).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
         margins = scores[0] - scores[1:]
         fractions.append(float((margins > 0).float().mean()))
         return -torch.nn.functional.logsigmoid(margins).mean()
@@ -127,10 +128,10 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
 
 
 def fill_reward_model_demo(model: Path, seed: int) -> list[dict[str, Any]]:
-    """Writes the policy into `model` and the reward model beside it. Returns the rows."""
+    """Writes the policy into `model` and the reward model beside it; returns the rows."""
     rows = fill_demo(model, seed)
-    judge = model.with_name("reward_model")
-    judge.mkdir()
-    make_tokenizer(judge)
-    make_reward_model(judge, model, seed)
+    reward_model = model.with_name("reward_model")
+    reward_model.mkdir()
+    make_tokenizer(reward_model)
+    make_reward_model(reward_model, model, seed)
     return rows

@@ -1,6 +1,7 @@
-"""The environment of the tools demo, as a user would write it: TRL's protocol, and its reward.
+"""The environment of the tools demo and its reward, as a user would write them (TRL's protocol).
 
-Nobody can answer from the prompt: the stock is drawn for each episode, and only the tool knows it.
+The stock is drawn for each episode and only the tool knows it, so the model cannot answer from the
+prompt alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class Stockroom:
     """A room with up to nine of each item."""
 
     def reset(self, wanted: Sequence[str], **columns: Any) -> None:
-        """Draws a new stock. `random` has the episode's seed, so a resumed run repeats it."""
+        """Draws a new stock. `random` has the episode's seed, so a resumed run draws the same."""
         self._stock = {item: random.randint(0, 9) for item in ITEMS}
         self._wanted = wanted
 
@@ -32,7 +33,7 @@ class Stockroom:
         """
         return self._stock[item]
 
-    # The underscore keeps it from the policy: public methods are its tools.
+    # Private, because every public method is a tool that the policy can call.
     def _answer(self) -> str:
         return ",".join(str(self._stock[item]) for item in self._wanted)
 

@@ -1,9 +1,9 @@
-"""Data of the tools demo: a tiny Qwen3 that may call a tool, its tokenizer, template, questions.
+"""Makes the tools demo: a tiny Qwen3 that can call a tool, its tokenizer, templates and questions.
 
-"c,f" asks how many of c and of f are in the stockroom; the tool `count` knows the number of one
-item, and "7,3" is an answer. The warm start trains on correct episodes (two calls, then the
-answer), then on those of a careless teacher who mostly guesses at once, or looks up only one item.
-After it the model is right in three of ten tries.
+"c,f" asks how many of c and of f are in the stockroom; the tool `count` tells the number of one
+item, and "7,3" is an answer. The warm start trains first on correct episodes (two calls, then the
+answer), then on those of a careless teacher, who mostly guesses at once or looks up only one item.
+After the warm start three answers of ten are correct.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _END = "<|end|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 _CALL_BEGIN = "<tool_call>"
 _CALL_END = "</tool_call>"
-# A call as nearly all models write it. As two tokens, a tiny model need not learn each character.
+# The JSON of a call, as nearly all models write it, without the item. Each half is one token of the
+# tokenizer, so that the tiny model need not learn to write it character by character.
 _JSON_BEGIN = '{"name": "count", "arguments": {"item": "'
 _JSON_END = '"}}'
 CHAT_TEMPLATE = (
@@ -55,23 +56,25 @@ _CORRECT_STEPS = 350
 _CORRECT_LR = 1e-2
 _CARELESS_STEPS = 100
 _CARELESS_LR = 1e-3
-# Of the careless teacher's episodes. In the others one item is looked up.
+# Of the careless teacher's episodes, the fractions that are correct and that guess both counts. In
+# the others one item is looked up.
 _CORRECT_FRAC = 0.3
 _GUESS_FRAC = 0.5
-# Of the counts in a careless teacher's summary.
+# The fraction of the careless teacher's summaries that note the count that was just read.
 _NOTED_FRAC = 0.5
+# The user message that asks for a summary.
 SUMMARISE = "?"
-# The turns of a context: texts, and whether the model is trained on them.
+# The turns of one context, each with its text and whether the model is trained on it.
 Turns = list[tuple[str, bool]]
-# Draws the turns of one context, of a careful or a careless teacher.
+# A function (rng, is_careful) that draws the turns of one context of the teacher.
 DrawTurns = Callable[[random.Random, bool], Turns]
 
 
 def make_tokenizer(folder: Path) -> Any:
-    """Writes and returns a tokenizer of bytes and a few words.
+    """Writes and returns a tokenizer whose tokens are the bytes and a few words.
 
-    With bytes, whatever a tool returns has tokens. It has a chat template, and a response template
-    by which transformers' own parser finds the calls.
+    The bytes can encode whatever a tool returns. The tokenizer has a chat template, and a response
+    template with which transformers' own parser finds the calls.
     """
     import transformers
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -94,7 +97,10 @@ def make_tokenizer(folder: Path) -> Any:
 
 
 def questions() -> list[dict[str, Any]]:
-    """Returns the data set: one row for each two items, columns prompt (a chat) and wanted."""
+    """Returns the data set: one row for each ordered pair of items.
+
+    The columns are prompt (a chat) and wanted (the two items).
+    """
     return [
         {"prompt": [{"role": "user", "content": ",".join(pair)}], "wanted": list(pair)}
         for pair in itertools.permutations(ITEMS, 2)
@@ -102,13 +108,15 @@ def questions() -> list[dict[str, Any]]:
 
 
 def call_text(item: str) -> str:
+    """Returns a call of the tool for `item`, as the model writes it."""
     return f"{_CALL_BEGIN}{_JSON_BEGIN}{item}{_JSON_END}{_CALL_END}"
 
 
 def teacher_turns(rng: random.Random, is_careful: bool) -> Turns:
-    """Returns one episode of the teacher as a list of (text, is trained).
+    """Draws one episode of the teacher.
 
-    The texts alternate between the teacher's turns, which are trained, and those of user and tool.
+    The texts alternate between the teacher's turns, which are trained on, and the messages of the
+    user and the tool, which are not.
     """
     wanted = rng.sample(ITEMS, 2)
     counts = [rng.randint(0, 9) for _ in wanted]
@@ -125,11 +133,13 @@ def teacher_turns(rng: random.Random, is_careful: bool) -> Turns:
 
 
 def _question(text: str) -> tuple[str, bool]:
-    # The model is trained on its own turns, not on what user and tool say.
+    """Returns a user message, up to the beginning of the model's reply."""
+    # The model is trained on its own turns, not on the messages of user and tool.
     return f"<|user|>{text}{_END}<|assistant|>", False
 
 
 def _look_ups(items: Sequence[str], counts: Sequence[int]) -> Turns:
+    """Returns a call for each item and the tool's reply to it; `counts` may be longer."""
     turns: Turns = []
     for item, count in zip(items, counts, strict=False):
         turns.append((call_text(item) + _END, True))
@@ -138,10 +148,13 @@ def _look_ups(items: Sequence[str], counts: Sequence[int]) -> Turns:
 
 
 def compacting_turns(rng: random.Random, is_careful: bool) -> Turns:
-    """Returns one context of an episode of the compaction demo: it ends with a summary after each
-    look-up, or with the answer.
+    """Draws one context of the teacher's episode in the compaction demo.
 
-    The careless teacher mostly writes down counts that it never read."""
+    It begins with the question and, if there was a summary, the counts noted in it. If a count is
+    missing, the teacher looks up one item and ends with a summary of the counts so far; else it
+    ends with the answer. In half of its summaries the careless teacher writes a random number
+    instead of the count that it has just read.
+    """
     wanted = rng.sample(ITEMS, 2)
     counts = [rng.randint(0, 9) for _ in wanted]
     num_noted = rng.randint(0, 2)
@@ -151,6 +164,7 @@ def compacting_turns(rng: random.Random, is_careful: bool) -> Turns:
     noted = counts[: num_noted + 1]
     turns = [_question(question), *_look_ups(wanted[num_noted:][:1], counts[num_noted:])]
     if num_noted < 2:
+        # The request for a summary follows the tool's reply, in the place of the model's next turn.
         result, _ = turns.pop()
         request, _ = _question(SUMMARISE)
         turns.append((result.removesuffix("<|assistant|>") + request, False))
@@ -162,10 +176,13 @@ def compacting_turns(rng: random.Random, is_careful: bool) -> Turns:
 def make_examples(
     tokenizer: Any, seed: int, draw_turns: DrawTurns = teacher_turns
 ) -> Callable[[int], list[Example]]:
-    """Returns a function that gives the teacher's episodes for each step of the warm start."""
+    """Returns a function that draws the examples of a step of the warm start.
+
+    The teacher is careful for the first _CORRECT_STEPS steps and careless afterwards.
+    """
     rng = random.Random(seed)
 
-    # Few different texts occur, and each occurs often.
+    # Cached: there are few different texts, and each occurs often.
     @functools.cache
     def encode(text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
@@ -184,10 +201,11 @@ def make_examples(
 def fill_tools_demo(
     model: Path, seed: int, draw_turns: DrawTurns = teacher_turns
 ) -> list[dict[str, Any]]:
-    """Writes the policy into `model`. Returns the rows."""
+    """Writes the policy and its tokenizer into the folder `model`; returns the data set's rows."""
     examples = make_examples(make_tokenizer(model), seed, draw_turns)
     rates = [_CORRECT_LR * factor for factor in rise_and_fall(_CORRECT_STEPS)]
-    # A small constant rate: the careless teacher must not undo how calls are written.
+    # A small constant rate, so that the model does not forget from the careless teacher how calls
+    # are written.
     rates += [_CARELESS_LR] * _CARELESS_STEPS
     config = model_config(vocab_size=272, max_position_embeddings=512)
     make_model(model, seed, config, batch_of=examples, learning_rates=rates)
@@ -195,5 +213,5 @@ def fill_tools_demo(
 
 
 def fill_compacting_demo(model: Path, seed: int) -> list[dict[str, Any]]:
-    """Writes the policy of the compaction demo into `model`. Returns the rows."""
+    """Writes the policy of the compaction demo into the folder `model`, and returns the rows."""
     return fill_tools_demo(model, seed, compacting_turns)

@@ -19,6 +19,7 @@ from grpo_spmd.files import hold_standard_streams, show
 
 
 def main() -> None:
+    """Runs the command. The exit code is 2 for wrong input, and 1 if OUT cannot be written."""
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.export",
@@ -52,7 +53,7 @@ def main() -> None:
             export_checkpoint(args.checkpoint, args.out, args.dtype)
     except (ConfigError, CheckpointError) as error:
         refuse(ConfigError(str(error)))
-    # A full disk, or no permission to write.
+    # For example a full disk, or no permission to write.
     except (OSError, SafetensorError) as error:
         print(f"error: {args.out}: nothing was exported: {error}", file=sys.stderr)
         raise SystemExit(1) from None
@@ -64,9 +65,9 @@ def main() -> None:
 
 
 def check_is_checkpoint(folder: Path) -> None:
-    """Raises ConfigError for the folders that people give by mistake.
+    """Raises ConfigError if `folder` is absent, a model's folder or a run's folder.
 
-    `verify_checkpoint` reports what else may be wrong.
+    These are common mistakes. `verify_checkpoint` finds everything else that may be wrong.
     """
     if not folder.is_dir():
         raise ConfigError(f"CHECKPOINT: there is no folder {folder}")
@@ -76,7 +77,9 @@ def check_is_checkpoint(folder: Path) -> None:
     run_dir = folder.parent if folder.name == "checkpoints" else folder
     if (run_dir / "config.yaml").is_file():
         names = ", ".join(str(path) for path in list_checkpoints(run_dir)) or "there is none"
-        raise ConfigError(f"CHECKPOINT: {folder} is of a run; give one of its checkpoints: {names}")
+        raise ConfigError(
+            f"CHECKPOINT: {folder} belongs to a run; give one of its checkpoints: {names}"
+        )
 
 
 if __name__ == "__main__":

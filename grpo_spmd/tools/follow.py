@@ -1,4 +1,4 @@
-"""How `report` and `show` follow a run: they look again when its files have grown.
+"""Tells `report` and `show` when to look at a run again: when its files have grown.
 
 Imports no torch.
 """
@@ -16,17 +16,17 @@ _PAUSE_FACTOR = 10.0
 
 
 def file_sizes(folders: Sequence[Path]) -> list[int]:
-    """Returns the sizes of the files that grow while a run goes on."""
+    """Returns the sizes of the files in run folders that grow while a run goes on."""
     names = ("metrics.jsonl", "launches.jsonl")
     return [file_size(folder / name) for folder in folders for name in names]
 
 
 def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
-    """Yields at once, and again whenever `look` returns something new, at the earliest `min_age_s`
-    later.
+    """Yields at once, and again whenever `look` returns something new.
 
-    Yields sometimes in any case, because a killed run writes nothing. What the caller does in
-    between takes at most a tenth of the time: the machine may be training.
+    At least `min_age_s` lie between two yields, and at least ten times what the caller's work on
+    the first took: the machine may be training. Without a change it yields after 30 s, since a
+    killed run changes no file.
     """
     while True:
         begin = time.monotonic()
@@ -40,7 +40,7 @@ def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
 
 
 def file_size(path: Path) -> int:
-    """Returns 0 for a file that is gone."""
+    """Returns the size of a file in bytes, or 0 if it does not exist."""
     with suppress(OSError):
         return path.stat().st_size
     return 0

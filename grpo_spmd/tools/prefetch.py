@@ -2,8 +2,8 @@
 
 python -m grpo_spmd.prefetch --config x.yaml [section.key=value ...]
 
-It is for clusters whose compute nodes have no network. Run it once on a machine with a network,
-before the job. The job sets HF_HUB_OFFLINE=1.
+It is for clusters whose compute nodes have no network. Run it before the job, on a machine that has
+a network, and set HF_HUB_OFFLINE=1 in the job.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
+    """Runs the command."""
     hold_standard_streams()
     parser = OverridesParser(
         prog="python -m grpo_spmd.prefetch",
@@ -44,18 +45,19 @@ def main() -> None:
     )
     args = parser.parse()
     signal.signal(signal.SIGINT, _quit)
-    # This command prints lines in the place of progress bars.
+    # This command prints its own progress lines instead of the libraries' progress bars.
     os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         _fetch(load_config(args.config, args.overrides))
     except ConfigError as error:
+        # Errors of a run advise this very command.
         command = "`python -m grpo_spmd.prefetch --config ...`"
         refuse(ConfigError(str(error).replace(command, "this")))
 
 
 def _fetch(config: Config) -> None:
-    """Fetches all models, then all data sets, that are not local."""
+    """Fetches every model, then every data set, that the config takes from the hub."""
     # None stands for the training set.
     names = (None, *config.data.eval_sets)
     sets = [name for name in names if key_and_source(config.data, name)[1].startswith("hub:")]
@@ -69,10 +71,10 @@ def _fetch(config: Config) -> None:
     if not repos and not sets:
         show("prefetch: the model and the data are local: nothing to fetch")
         return
-    # Local folders were sorted out, so the network is needed now.
+    # What is local was left out above, so the network is needed now.
     if is_offline():
         raise ConfigError(
-            "HF_HUB_OFFLINE is set, and prefetch is what needs the network: unset it here"
+            "HF_HUB_OFFLINE is set, but prefetch needs the network: unset it for this command"
         )
     from huggingface_hub import constants
 
@@ -80,22 +82,22 @@ def _fetch(config: Config) -> None:
         _fetch_model(repo, revision, Path(constants.HF_HUB_CACHE))
     for name in sets:
         _fetch_rows(config.data, name)
-    show(f"prefetch: all of it is in {constants.HF_HOME}, which the nodes must see. In the job:")
+    show(f"prefetch: all is in {constants.HF_HOME}, which the nodes must see. In the job:")
     show(f"  export HF_HOME={constants.HF_HOME} HF_HUB_OFFLINE=1")
 
 
 def _quit(number: int, frame: object) -> None:
-    """Exits at once: the library's threads would first finish what they fetch.
+    """Exits at once on Ctrl-C: a normal exit would wait until the download threads have finished.
 
-    The next start continues a partial file.
+    Partial files stay, and the next start continues them.
     """
     say("prefetch: stopped; the next start goes on from here")
     os._exit(130)
 
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
-    """Fetches the files of a model that a run needs, and prints their size."""
-    # It imports huggingface_hub, which reads the variables that main() sets.
+    """Fetches the files of a model that a run needs, and prints their number and size."""
+    # Not imported at the top: huggingface_hub reads the variables that main() sets on import.
     from grpo_spmd.model.hf_files import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)
@@ -110,6 +112,7 @@ def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
 
 def _check_disk(cache: Path, needed: int, repo: str) -> None:
     """Raises ConfigError if the cache's disk has less than `needed` bytes free."""
+    # The cache itself may not exist yet.
     folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -119,10 +122,14 @@ def _check_disk(cache: Path, needed: int, repo: str) -> None:
 
 
 def _fetch_rows(config: DataConfig, name: str | None) -> None:
-    """Reads a data set as a run does: it keeps the same files, and refuses the same rows."""
+    """Reads a data set as a run does, so that the cache gets the files that a run needs.
+
+    Raises ConfigError for rows that a run would refuse. `name` is that of an evaluation set, or
+    None for the training set.
+    """
     key, source = key_and_source(config, name)
     need_datasets(source, key)
-    # Also if some of it is cached: datasets would try for long.
+    # Checked even if the set is cached: `datasets` retries for a long time if the hub is away.
     check_reachable("datasets", source.split(":")[1], key)
     import datasets
 
@@ -133,10 +140,10 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
 
 
 def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str]:
-    """Returns what `fetch` returns, and in words how much it has written below `folder`.
+    """Calls `fetch`. Returns its result and a text: how much was fetched, in which time.
 
-    Prints every few seconds how far it is. The libraries do not tell it, so the folder's growth is
-    measured.
+    Prints the progress every few seconds. The libraries do not report it, so it is measured as the
+    growth of `folder`.
     """
     start = time.monotonic()
     start_bytes = _bytes_below(folder)
@@ -161,10 +168,11 @@ def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str
 
 
 def _bytes_below(folder: Path) -> int:
+    """Returns the size of all files below `folder`."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
-            # A partial file may be renamed meanwhile.
+            # A partial file may have been renamed since it was listed.
             with suppress(OSError):
                 total += os.lstat(os.path.join(root, name)).st_size
     return total

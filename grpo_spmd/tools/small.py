@@ -1,11 +1,11 @@
-"""GRPO in one page, made of this package's parts: the demo's model learns countdown.
+"""GRPO on one page, built from this package's parts: the demo's model learns countdown.
 
     python -m grpo_spmd.demo && python -m grpo_spmd.small [NUM_STEPS]
     torchrun --standalone --nproc-per-node 2 -m grpo_spmd.tools.small
 
 Each rank samples its own prompts with its own vLLM and trains on them. grpo_spmd.train adds a
-checked config, rewards that may hang, rollouts dealt to ranks by cost, several updates a rollout, a
-reference model, evaluation, metrics, checkpoints and preemption.
+checked config, time limits for rewards, rollouts that are distributed to ranks by cost, several
+updates per rollout, a reference model, evaluation, metrics, checkpoints and preemption.
 """
 
 from __future__ import annotations
@@ -48,22 +48,23 @@ OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.0)
 def train(num_steps: int) -> None:
     """Collective. Trains, and prints one line for each step.
 
-    The line has, over all ranks, the mean reward, the loss, and the largest |policy - engine| of a
-    token's logprob.
+    The line has the mean reward, the loss, and the mismatch: the largest |policy - engine| of a
+    sampled token's logprobs. All three are over all ranks.
     """
     session = start_session()
     tokenizer = load_tokenizer(MODEL.path)
     tasks = [json.loads(line) for line in TASKS.read_text(encoding="utf-8").splitlines()]
-    # The engine first: it measures the GPU's free memory, then sleeps and leaves it to the policy.
+    # The engine starts first: it measures the GPU's free memory, then sleeps and frees the memory
+    # for the policy.
     stop_ids = stop_token_ids(MODEL.path, tokenizer)
     engine = RolloutEngine(MODEL, ROLLOUT, MAX_TOKENS, session, stop_ids)
     policy = build_policy(MODEL, ROLLOUT.temperature, session, max_rollout_tokens=MAX_TOKENS)
     optimizer, _ = build_optimizer(policy, OPTIMIZER)
     weight_sync = WeightSync(policy, engine, ROLLOUT.sync_bucket_bytes(session.device.type))
     for step in range(1, num_steps + 1):
-        # The policy's shards become full tensors, which go into vLLM's layers.
+        # All-gathers the policy's shards and copies the full tensors into vLLM's layers.
         weight_sync.sync(step)
-        # All ranks draw the same tasks, and each takes every n-th of them.
+        # All ranks draw the same tasks, and of n ranks each takes every n-th of them.
         drawn = random.Random(step).sample(range(len(tasks)), ROLLOUT.num_prompts_per_step)
         task_ids = drawn[session.rank :: session.world_size]
         local_tasks = [tasks[task_id] for task_id in task_ids]
@@ -109,9 +110,9 @@ def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer:
 def assemble(
     prompts: list[list[int]], completions: list[Completion], rewards: Tensor, device: torch.device
 ) -> MicroBatch:
-    """Returns this rank's rollouts, one after the other in one row, each with its advantage.
+    """Returns this rank's rollouts with their advantages, packed into one row.
 
-    The advantage is the reward minus its group's mean, over the group's standard deviation.
+    The advantage is the reward minus the group's mean, divided by the group's standard deviation.
     """
     advantages, _ = compute_advantages(rewards, "grpo", "group")
     rollouts = [
@@ -135,11 +136,12 @@ def update(
 ) -> tuple[float, float]:
     """Collective. Makes one optimizer step.
 
-    Returns this rank's term of the loss, and the largest |policy - engine| of its tokens' logprobs.
+    Returns this rank's part of the loss (the parts add up to the loss), and the largest
+    |policy - engine| of the logprobs of its tokens.
     """
     mask = batch.loss_mask
-    # FSDP sums gradients. With a mean over its own tokens, a rank of few tokens would count as much
-    # as one of many.
+    # FSDP sums the ranks' gradients, so each rank divides by the counts of all ranks. With the mean
+    # over its own tokens, a rank with few tokens would count as much as one with many.
     counts = [int(mask.sum()), len(batch.rollout_ids)]
     num_tokens, num_sequences = on_rank0(
         lambda rows: [sum(column) for column in zip(*rows, strict=True)], counts
@@ -153,7 +155,7 @@ def update(
         max_completion_tokens=ROLLOUT.max_completion_tokens,
     )
     logprobs, entropy = policy(batch)
-    # With one update a rollout the old policy is this one, and every ratio is 1.
+    # With one update per rollout the old policy is the present one, and every ratio is 1.
     old_logprobs = logprobs.detach()
     inputs = LossInputs(
         logprobs=logprobs,
@@ -174,7 +176,7 @@ def update(
 
 
 def _print_line(rows: list[list[float]]) -> None:
-    """Prints one step; `rows` has a row for each rank."""
+    """Prints the line of a step; each rank has sent a row [step, reward, loss, mismatch]."""
     steps, rewards, losses, mismatches = zip(*rows, strict=True)
     reward = sum(rewards) / len(rewards)
     loss = sum(losses)

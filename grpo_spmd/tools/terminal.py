@@ -2,9 +2,9 @@
 
 Text from models, data and other people's folders may hold control characters. rich prints ESC
 and U+202E raw, so every text passes `characters` before it becomes a `rich.text.Text`, and markup
-is never parsed. Widths are our own too: rich counts Indic vowel signs, Hangul vowels and joined
-emoji as narrower than many terminals draw them. Where terminals differ the larger width counts: a
-line may then end early, but it never breaks.
+is never parsed. Widths are also computed here: rich counts Indic vowel signs, Hangul vowels and
+joined emoji as narrower than many terminals draw them. Where terminals differ, the larger width is
+used: a line may then end early, but no terminal has to wrap it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ STYLES = {
     "bad": "red",
     "role": "bold cyan",
     "curve": "cyan",
-    "near": "yellow",  # tokens on which engine and policy differ, in three degrees
+    # Tokens whose logprobs of engine and policy differ, in three degrees.
+    "near": "yellow",
     "over": "bold red",
     "far": "bold white on red",
 }
@@ -73,7 +74,8 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
     A character is shown as an escape such as \x1b if it would move the cursor, change colours,
     reverse or hide text, or if `encoding` lacks it.
     """
-    # No mark may begin the text: it would stand on the character before the text.
+    # Start at the limit, so that a mark at the beginning is escaped: a terminal would draw it on
+    # whatever stands before the text.
     num_marks = _MAX_MARKS
     for index, char in enumerate(text):
         character = _character(char, encoding)
@@ -81,7 +83,7 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
         if character.width == 0:
             joins = _is_joined(text[index - 1 : index]) and _is_joined(following)
             num_marks += 1
-            # A joiner that joins nothing is invisible, and could hide a word from a search.
+            # A joiner between other characters is invisible, and could hide a word from a search.
             if num_marks > _MAX_MARKS or (char in _JOINERS and not joins):
                 character = _escaped(char)
         else:
@@ -94,6 +96,7 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
 
 @functools.lru_cache(1 << 14)
 def _character(char: str, encoding: str) -> Character:
+    """Returns how `char` is shown, whatever stands beside it."""
     code = ord(char)
     category = unicodedata.category(char)
     is_emoji = code in _EMOJI  # Python's tables lack the newest ones
@@ -114,6 +117,7 @@ def _escaped(char: str) -> Character:
 
 
 def _is_joined(char: str) -> bool:
+    """Returns True if a joiner beside `char` may have an effect; False if `char` is empty."""
     return bool(char) and unicodedata.category(char) in ("Lo", "So", "Mn", "Mc", "Sk")
 
 
@@ -126,7 +130,7 @@ Cell = tuple[Character, str]  # a character and its style
 
 
 class Column(NamedTuple):
-    """One column of a table. The one of width 0 is the last, and gets the rest of the line."""
+    """One column of a table. Width 0 stands for the rest of the line; only the last may have it."""
 
     title: str = ""
     width: int = 0
@@ -154,7 +158,7 @@ class Terminal:
         return replace(self, columns=columns)
 
     def limit(self, num: int) -> int | None:
-        """Returns the end of a slice of a list that is not shown in full."""
+        """Returns how many items of a list to show: `num`, or with --full all of them (None)."""
         return None if self.is_full else num
 
     def text(self, text: str, style: str = "") -> Line:
@@ -191,8 +195,9 @@ class Terminal:
     def wrap(self, text: str, width: int, styles: Styles = "") -> Iterator[list[Cell]]:
         """Yields the lines of `text`, broken at its newlines and at `width` columns.
 
-        A line breaks at the last space in its second half, else inside a word. The newline that
-        ends it is its last cell.
+        A line breaks after the last space in its second half, else inside a word. A newline of
+        `text` is the last cell of its line; nothing is drawn for it. `styles` has a style for each
+        character of `text`, or one for all.
         """
         char_styles = repeat(styles) if isinstance(styles, str) else styles
         cells: list[Cell] = []
@@ -202,7 +207,7 @@ class Terminal:
         for char, character, style in zip(text, shown, char_styles, strict=False):
             is_newline = char == "\n"
             if is_newline or num_columns + character.width > width:
-                # A space early in the line would leave most of it empty.
+                # To break after a space early in the line would leave most of the line empty.
                 is_word = not is_newline and after_space > len(cells) // 2
                 cut = after_space if is_word else len(cells)
                 yield cells[:cut] + [(Character("", 0), "")] * is_newline
@@ -219,7 +224,10 @@ class Terminal:
     def excerpt(
         self, text: str, num_head: int, num_tail: int = 0, indent: int = 0, styles: Styles = ""
     ) -> Iterator[Line]:
-        """Yields the first and the last lines of `text`, and how much is left out between them."""
+        """Yields the first `num_head` and the last `num_tail` lines of a text, after wrapping.
+
+        A line between them says how many characters were left out. With --full all is yielded.
+        """
         width = max(8, self.columns - indent)
         begin = 0
         for cells in islice(self.wrap(text, width, styles), self.limit(num_head)):
@@ -227,10 +235,10 @@ class Terminal:
             yield join_cells(cells, indent)
         if begin >= len(text):
             return
-        # The tail's lines cannot hold more characters than this.
+        # The last lines begin after this character: a line has about one for each column.
         rest = max(begin, len(text) - num_tail * self.columns)
         tail_styles = styles if isinstance(styles, str) else styles[rest:]
-        # Only the end is wrapped again: a text may have megabytes.
+        # What lies before it is not wrapped, since a text may have megabytes.
         tail = deque(self.wrap(text[rest:], width, tail_styles), maxlen=num_tail)
         num_left_out = len(text) - begin - sum(map(len, tail))
         if num_left_out:
@@ -239,7 +247,10 @@ class Terminal:
         yield from (join_cells(cells, indent) for cells in tail)
 
     def elide(self, lines: Iterable[Line], num_head: int, num_tail: int = 0) -> list[Line]:
-        """Returns the lines without the middle, of which a note tells, unless all are shown."""
+        """Returns the first and the last lines, with a note instead of those between them.
+
+        With --full, or if no line would be left out, all lines are returned.
+        """
         lines = list(lines)
         num_hidden = len(lines) - num_head - num_tail
         if num_hidden > 0 and not self.is_full:
@@ -248,19 +259,19 @@ class Terminal:
         return lines
 
     def hang(self, label: Line, text: str, style: str = "") -> Iterator[Line]:
-        """Yields `label`, and at most four lines of `text` beside it with a hanging indent.
+        """Yields `text` to the right of `label`.
 
-        The middle of a longer text is left out.
+        Of more than four lines only the first three and the last are shown, with a note between.
         """
         indent = width_of(label.plain)
         for index, line in enumerate(self.excerpt(text, 3, 1, indent=indent, styles=style)):
             yield line if index else Text.assemble(label, line[indent:])
 
     def words(self, text: str, label: str = "", indent: str = "") -> list[Line]:
-        """Returns `text` broken at its spaces; the first line begins with `label`, the others with
-        `indent`.
+        """Returns `text` wrapped at its spaces, with `label` before the first line and `indent`
+        before the others.
 
-        A word that is longer than a line stays whole, since it may be a command to copy.
+        A word that is longer than a line stays whole, since it may be part of a command to copy.
         """
         lines = textwrap.wrap(
             self.text(" ".join(text.split())).plain,
@@ -285,26 +296,26 @@ class Terminal:
             yield line
 
     def paint(self, line: Line) -> str:
-        """Returns the characters and, on a terminal, the colour codes of a line."""
+        """Returns a line as the text to write, with colour codes if the terminal has colours."""
         # rich 14's Text.render ignores the base style of a Text without spans. A Text that is
         # appended to another one gets a span for its base style.
         segments = Text().append_text(line).render(_styles_console(), end="")
         colours = ColorSystem.STANDARD if self.has_colour else None
-        # Escaped again: nothing may act even if a caller built the line from raw text.
+        # Escape again, in case a caller built the line from raw text with control characters.
         return "".join(
             (style or Style()).render(self.text(text).plain, color_system=colours)
             for text, style, _ in segments
         ).rstrip(" ")
 
     def write(self, lines: Iterable[Line]) -> None:
-        """Writes lines to stdout. Ends the process if nobody reads any more (| head)."""
+        """Writes lines to stdout. Ends the process if the pipe's reader has ended (| head)."""
         for line in lines:
             self._show(self.paint(line))
 
     def redraw(self, lines: Sequence[Line], *, is_last: bool = False) -> None:
-        """Draws a page over the one before, with as many lines as the terminal has rows.
+        """Clears the screen and draws a page, cut to the number of rows of the terminal.
 
-        The last page stays as a whole, for a user who scrolls back.
+        The last page is written in full, since it stays there and the user can scroll back.
         """
         page = list(lines)
         num_hidden = len(lines) - max(1, self.rows - 1)
@@ -324,7 +335,7 @@ class Terminal:
 
 
 def find_terminal(is_full: bool = False) -> Terminal:
-    """Returns the terminal of this process as it is now."""
+    """Returns the present size and abilities of the terminal that stdout leads to."""
     columns, rows = shutil.get_terminal_size((80, 24))
     is_tty = sys.stdout.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb")
     encoding = codecs.lookup(sys.stdout.encoding or "ascii").name
@@ -333,7 +344,8 @@ def find_terminal(is_full: bool = False) -> Terminal:
     if os.environ.get("LC_ALL") in ("C", "POSIX") and "PYTHONIOENCODING" not in os.environ:
         encoding = "ascii"
     return Terminal(
-        # A narrower terminal breaks lines itself; a wider one gets unreadable lines.
+        # A narrower terminal has to wrap lines itself. Lines of more than 160 columns are hard to
+        # read.
         columns=min(160, max(60, columns)),
         rows=rows,
         encoding=encoding,
@@ -345,16 +357,17 @@ def find_terminal(is_full: bool = False) -> Terminal:
 
 @functools.cache
 def _styles_console() -> Console:
-    """Returns a console that only resolves the names of styles; it prints nothing."""
+    """Returns a console that resolves the names of STYLES for rich; nothing is printed to it."""
     return Console(theme=Theme(STYLES), markup=False, highlight=False, emoji=False)
 
 
 def join_cells(cells: Iterable[Cell], indent: int = 0) -> Line:
-    """Returns cells as one line in which neighbours of the same style are one piece."""
+    """Returns cells as one line, behind `indent` spaces. Escapes get the style "escape"."""
     line = Text(" " * indent)
     for style, group in groupby(cells, lambda cell: cell[1] or "escape" * cell[0].is_escape):
         line.append("".join(character.shown for character, _ in group), style or None)
-    # A joiner at the end of a line joins nothing, so it would become an escape, and too wide.
+    # A joiner at the end of a line joins nothing: `paint` would show it as an escape, which makes
+    # the line too wide.
     if line.plain.endswith(tuple(_JOINERS)):
         line.right_crop(1)
     return line

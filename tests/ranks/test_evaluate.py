@@ -351,7 +351,7 @@ def test_adapters_alone_have_the_figures_of_their_run(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(
     ("policy", "override", "error"),
     [
-        ("run", "eval.num_samples=1", "is of a run; give one of its checkpoints"),
+        ("run", "eval.num_samples=1", "belongs to a run; give one of its checkpoints"),
         ("nowhere", "eval.num_samples=1", "CHECKPOINT: there is no folder"),
         ("model", "data.eval={}", "eval.every_steps needs held-out sets"),
         ("damaged", "eval.num_samples=1", "damaged"),

@@ -146,11 +146,11 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ((tmp_path / "nowhere", out), f"CHECKPOINT: there is no folder {tmp_path / 'nowhere'}"),
         (
             (run, out),
-            f"CHECKPOINT: {run} is of a run; give one of its checkpoints: {checkpoint}",
+            f"CHECKPOINT: {run} belongs to a run; give one of its checkpoints: {checkpoint}",
         ),
         (
             (run / "checkpoints", out),
-            f"CHECKPOINT: {run / 'checkpoints'} is of a run; give one of its checkpoints: "
+            f"CHECKPOINT: {run / 'checkpoints'} belongs to a run; give one of its checkpoints: "
             f"{checkpoint}",
         ),
         (

@@ -209,7 +209,7 @@ def test_each_refusal_is_one_line_and_exit_code_2(
             (
                 [],
                 {"HF_HUB_OFFLINE": "1"},
-                "error: HF_HUB_OFFLINE is set, and prefetch is what needs the network",
+                "error: HF_HUB_OFFLINE is set, but prefetch needs the network",
             ),
             (["sed=1"], {}, "error: sed: unknown key"),
         ):

@@ -219,7 +219,7 @@ def test_without_the_policy_the_engines_logprobs_stand_in(run: Path, tmp_path: P
         "logprobs stand in" in text
     )
     assert (
-        "rewards are those that the run recorded, since the data set cannot be had as it was: "
+        "rewards are those that the run recorded, since the data set cannot be read as it was: "
         "data.train: cannot read "
         "/nowhere" in text
     )
@@ -274,7 +274,7 @@ def test_an_older_checkpoint_is_said_to_be_one(run: Path) -> None:
     assert f"policy: {run}/checkpoints/step_000001, after 1 finished steps" in text
     assert (
         "that is not the policy that sampled step 3: loss, entropy, gradient and mismatch differ "
-        "for that alone" in text
+        "for this reason alone" in text
     )
     recorded, again = result.metrics["weight_sync/mismatch_abs_mean"]
     assert recorded is not None

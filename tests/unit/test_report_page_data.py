@@ -269,7 +269,7 @@ def test_what_there_is_no_time_for_is_said(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(build, "_SMALL_BYTES", 0)
     rollouts = _page(folder)["main"]["runs"][0]["rollouts"]
     assert (rollouts["steps"], rollouts["shown"], rollouts["total"]) == ([5], 16, 80)
-    message = "1 of 5 dumped steps are in this page, evenly, for want of time"
+    message = "1 of 5 dumped steps are in this page, spread evenly: there was no time for more"
     assert (
         rollouts["note"]
         == f"{message}; of about 80 rollouts 16 are in the tables, 16 with their text"
@@ -303,7 +303,7 @@ def test_dumps_of_an_earlier_attempt_are_left_out(tmp_path: Path) -> None:
     os.utime(folder / "rollouts/step_000004.jsonl", (1.7e9, 1.7e9))  # before the launch
     (run,) = _page(folder)["main"]["runs"]
     assert run["rollouts"]["steps"] == read_run(folder).dumped_steps == [1, 2, 3]
-    assert run["rollouts"]["note"].startswith("2 dumps are left out: of an earlier attempt")
+    assert run["rollouts"]["note"].startswith("2 dumps of an earlier attempt are left out")
     dump(folder, 4, step_of(4))  # of the step that is being made
     assert read_run(folder).dumped_steps == [1, 2, 3, 4]
 

@@ -282,13 +282,13 @@ def test_an_episode_is_a_conversation(tmp_path: Path, shown: Shown) -> None:
 
 def test_steps_that_are_not_there(run: Path, shown: Shown) -> None:
     assert "it has steps 1 to 10" in shown(run, "--step", "11", code=2)
-    assert "there are those of the steps 4, 8" in shown(run, "--worst", "1", "--step", "5", code=2)
-    assert "no completions of step 5 are there; there are those of the steps 4, 8" in shown(
+    assert "steps with completions: 4, 8" in shown(run, "--worst", "1", "--step", "5", code=2)
+    assert "no completions of step 5 were recorded; steps with completions: 4, 8" in shown(
         run, "--step", "5"
     )
     write_lines(run / "rollouts" / "step_000006.jsonl", ROLLOUTS)
     write_lines(run / "rollouts" / "step_000010.jsonl", ROLLOUTS)
-    assert "the steps 4, 6, 8, 10" in shown(run, "--grep", "x", "--step", "5", code=2)
+    assert "steps with completions: 4, 6, 8, 10" in shown(run, "--grep", "x", "--step", "5", code=2)
 
 
 BAD = [
@@ -318,8 +318,8 @@ def test_folders_that_are_no_runs(tmp_path: Path, shown: Shown) -> None:
 def test_runs_that_did_not_end_well(tmp_path: Path, shown: Shown) -> None:
     empty = write_run(tmp_path / "empty", launch={"outcome": "killed"})
     assert "killed" in shown(empty)
-    assert "no step is through yet" in shown(empty, "--step", "1", code=2)
-    assert "there are none of any step" in shown(empty, "--worst", "1", code=2)
+    assert "no step has finished yet" in shown(empty, "--step", "1", code=2)
+    assert "no step has any" in shown(empty, "--worst", "1", code=2)
     crashed = write_run(
         tmp_path / "crashed", METRICS, launch={"outcome": "failed", "why": "rank 1: ValueError: no"}
     )

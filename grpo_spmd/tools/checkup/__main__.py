@@ -53,7 +53,7 @@ _MAX_COLUMNS = 100
 _REPORT_S = 5.0
 _ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
 
-# What a machine, or a rank, checks alone, in the order of the page: quick checks first.
+# The checks that need no other rank of the launch, in the order of the page: quick ones first.
 CHECKS = (
     Check("python", "versions", devices.check_python, scope="rank"),
     Check("packages", "versions", devices.check_packages, scope="rank"),
@@ -77,13 +77,14 @@ CHECKS = (
     Check("sandbox", "config", devices.check_sandbox, 15.0),
     Check("--check", "config", devices.check_config, devices.CHECK_S + 5),
     Check("planner", "config", devices.check_plan, devices.PLAN_S + 20, scope="run"),
-    # Its ranks keep --deadline themselves.
+    # The ranks that it starts keep --deadline themselves; this is only a last resort.
     Check("all-reduce", "links", check_links, 3600.0),
 )
 _GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
 
 
 def main() -> None:
+    """Runs the checkup and ends the process with its exit code."""
     hold_standard_streams()
     args = _parser().parse()
     code, launch = 1, None
@@ -95,7 +96,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
-        # torchrun too ends ranks that are slower to leave than the first.
+        # Only rank 0 says it: torchrun also signals ranks that have not ended when another has.
         if launch is None or launch.rank == 0:
             say("checkup: stopped by a signal")
     finally:
@@ -106,10 +107,12 @@ def main() -> None:
 
 
 def _stop(_: int, __: FrameType | None) -> NoReturn:
+    """Makes SIGTERM stop the checkup as Ctrl-C does."""
     raise KeyboardInterrupt
 
 
 def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
+    """Returns what is to be checked. Raises ConfigError if the config cannot be read."""
     gpus = 0 if gpus_are_hidden() else num_gpus()
     local_ranks = launch.local_ranks if launch else max(1, args.ranks or gpus)
     config = None
@@ -133,14 +136,17 @@ def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
 
 
 def _open_page(args: argparse.Namespace) -> Page:
+    """Returns a page of the terminal's width, but of at most 100 columns."""
     terminal = find_terminal()
     return Page(args.json, terminal.resized(min(_MAX_COLUMNS, terminal.columns)))
 
 
 def _check_alone(args: argparse.Namespace, target: Target) -> int:
+    """Checks this machine without other ranks, prints the results and returns the exit code."""
     start, page = time.monotonic(), _open_page(args)
     show(f"checkup of {gethostname()}, for a run of {plural(target.num_ranks, 'rank')}\n")
-    # The ranks that measure links start at once, while the other checks run.
+    # The last check measures links by ranks that it starts, which takes long. It runs in a thread
+    # while the other checks run here.
     pool, links_check = ThreadPoolExecutor(1), CHECKS[-1]
     links = pool.submit(run_check, links_check, target) if "links" in args.only else None
     for check in CHECKS[:-1]:
@@ -161,17 +167,18 @@ class _RankCheckup:
         self._page = _open_page(args) if launch.rank == 0 else None
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Runs this rank's checks, exchanges the results and returns the exit code."""
         if self._page is not None:
             show(f"checkup of {self._launch.num_ranks} ranks, by {gethostname()}\n")
         try:
-            # torch would print a page of C++ frames if a host cannot be reached.
+            # Otherwise torch prints a page of C++ frames if a host cannot be reached.
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
             from grpo_spmd.tools.checkup.reduce import RankExchange
 
-            # Before all checks: other ranks lose patience with a store that is not there.
+            # Opened before the checks, which take long: if this rank serves the store, the others
+            # wait for it.
             exchange = RankExchange(self._launch, self._args.deadline)
-            self._look()
+            self._run_checks()
             exchange.post("found", RankFindings(gethostname(), self._results, node=host_identity()))
             if self._page is None:
                 return self._follow(exchange)
@@ -179,7 +186,9 @@ class _RankCheckup:
         except (ImportError, RuntimeError, TimeoutError, OSError) as error:
             return self._finish_alone(error)
 
-    def _look(self) -> None:
+    def _run_checks(self) -> None:
+        """Runs the checks whose scope includes this rank, and keeps their results."""
+        # 0 means that the check is for this rank: it is the first of its scope.
         scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
         for check in CHECKS:
             if check.group in self._args.only and not scopes[check.scope]:
@@ -199,7 +208,7 @@ class _RankCheckup:
             say(f"checkup: {finding}")
             return 2
         if not self._results:
-            self._look()
+            self._run_checks()
         # The store may have been lost after the results were printed.
         if not self._page.counts:
             for group, line in self._results:
@@ -212,26 +221,26 @@ class _RankCheckup:
         return self._page.close(time.monotonic() - self._start)
 
     def _follow(self, exchange: RankExchange) -> int:
-        """Does what rank 0's plan asks for. Returns the exit code.
+        """Waits for rank 0's plan, does this rank's part of it, and returns rank 0's exit code.
 
         Every rank except rank 0 calls it.
         """
         patience_s = self._args.deadline + _ALL_CHECKS_S
-        plan = exchange.hear("plan", patience_s)
+        plan = exchange.wait_for_rank0("plan", patience_s)
         if exchange.rank in plan["leaders"]:
             exchange.post("clock", time.time())
             if plan["folder"] is not None:
                 exchange.post("folder", try_folder(plan["folder"], exchange.rank))
         if plan["nodes"]:
             exchange.post("report", exchange.measure(plan["nodes"]))
-        code = int(exchange.hear("code", patience_s + self._args.deadline))
+        code = int(exchange.wait_for_rank0("code", patience_s + self._args.deadline))
         exchange.post("heard", True)
         return code
 
     def _lead(self, exchange: RankExchange, page: Page) -> int:
-        """Gathers and prints the findings, then leads the measurements. Returns the exit code.
+        """Gathers and prints the findings, posts a plan of measurements and prints their results.
 
-        Only rank 0 calls it.
+        Returns the exit code. Only rank 0 calls it.
         """
         args = self._args
         posted = exchange.gather("found", args.deadline)
@@ -244,26 +253,26 @@ class _RankCheckup:
         leaders = [ranks[0] for ranks in nodes[1:]]
         for group, line in merge_findings(findings):
             page.add(group, line)
-        # A collective with missing ranks would hang: it is not tried.
+        # All-reduces are not tried if ranks are missing, since they would hang.
         missing = [rank for rank in range(exchange.num_ranks) if rank not in posted]
-        measures = "links" in args.only and not missing
+        is_measured = "links" in args.only and not missing
         with ExitStack() as stack:
             scratch = None
             if leaders and "disk" in args.only:
-                with suppress(OSError):  # of which the line run_dir has told
+                with suppress(OSError):  # which the check "run_dir" has already reported
                     folder = disk.nearest_folder(self._target.run_dir)
                     scratch = stack.enter_context(disk.scratch_in(folder))
                     stack.enter_context(disk.locked_for_trial(scratch))
-            asked = time.time()
+            posted_at = time.time()
             exchange.post(
                 "plan",
                 {
                     "leaders": leaders,
                     "folder": scratch and str(scratch),
-                    "nodes": nodes if measures else [],
+                    "nodes": nodes if is_measured else [],
                 },
             )
-            lines = [*check_clocks(exchange, leaders, findings, asked)]
+            lines = [*check_clocks(exchange, leaders, findings, posted_at)]
             if scratch is not None:
                 lines += check_shared_folder(exchange, scratch, leaders, findings)
         if missing:
@@ -272,21 +281,23 @@ class _RankCheckup:
             lines.append(bad("ranks", finding, f"{remedy} waits longer"))
         for line in lines:
             page.add("links", line)
-        if measures:
+        if is_measured:
             exchange.post("report", exchange.measure(nodes))
             reports = msgspec.convert(exchange.gather("report", _REPORT_S), dict[int, Report])
             for line in check_reports(reports, nodes, findings, args.deadline):
                 page.add("links", line)
         code = page.close(time.monotonic() - self._start)
-        # All is said. torchrun ends the other ranks when the first leaves with code 2.
+        # The results are printed. When a rank has left with code 2, torchrun sends SIGTERM to all
+        # others, which must not interrupt what follows.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         exchange.post("code", code)
-        # This process may serve the store: it waits until the others have heard.
+        # This process may serve the store, so it waits until the other ranks have read the code.
         exchange.gather("heard", _REPORT_S, [rank for rank in findings if rank])
         return code
 
 
 def _parser() -> OverridesParser:
+    """Returns the parser of the command line."""
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.checkup",
@@ -311,12 +322,14 @@ def _parser() -> OverridesParser:
 
 
 def _parse_number(text: str) -> int:
+    """Parses an option's value that must be a positive integer."""
     if not (text.isdecimal() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
 
 
 def _parse_groups(text: str) -> tuple[str, ...]:
+    """Parses the value of --only: names of groups, separated by commas."""
     groups = tuple(text.split(","))
     for name in groups:
         if name not in _GROUPS:

@@ -58,19 +58,20 @@ Gpu = dict[str, str]
 CHECK_S = 120.0
 PLAN_S = 120.0
 _SMI_S = 8.0
-# Drivers that know all of them came before the oldest one that runs CUDA 12.
+# Every driver that runs CUDA 12 knows these fields.
 _FIELDS = (
     "index", "name", "driver_version", "memory.total", "memory.used", "compute_cap",
     "ecc.errors.uncorrected.volatile.total", "mig.mode.current", "compute_mode",
 )  # fmt: skip
-# Oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version
+# The oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version
 # compatibility).
 _DRIVERS = {"12": 525, "13": 580}
+# Less GPU memory in use than this is not reported.
 _USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
 _CORRECT = "correct it in the config, or by section.key=value"
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Packages with a line of their own. vLLM has one too.
+# Packages that are reported on separate lines, as vLLM is.
 _OWN_LINES = ("torch", "transformers")
 _REMEDY = "launch/setup.sh installs the tested set"
 _GIB = 1 << 30
@@ -92,7 +93,7 @@ _UNLIMITED = 1 << 60
 
 
 def _nvidia_smi(target: Target, *options: str) -> str:
-    """Returns what nvidia-smi prints. Raises OSError if there is none, or with its message."""
+    """Returns what nvidia-smi prints. Raises OSError if it is not installed or fails."""
     answer = target.run(["nvidia-smi", *options], _SMI_S)
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
@@ -101,7 +102,7 @@ def _nvidia_smi(target: Target, *options: str) -> str:
 
 
 def query_gpus(target: Target) -> list[Gpu]:
-    """Returns one dict for each GPU. Raises OSError if nvidia-smi tells of none."""
+    """Returns one dict for each GPU. Raises OSError if nvidia-smi fails or lists none."""
     query = f"--query-gpu={','.join(_FIELDS)}"
     text = _nvidia_smi(target, query, "--format=csv,noheader,nounits")
     rows = csv.DictReader(text.splitlines(), _FIELDS, skipinitialspace=True)
@@ -112,7 +113,7 @@ def query_gpus(target: Target) -> list[Gpu]:
 
 
 def check_gpus(target: Target) -> Iterator[Result]:
-    """Checks that the driver answers, is new enough, and that the GPUs are healthy and free."""
+    """Checks that the driver answers and is new enough, and that the GPUs are healthy and free."""
     if not target.num_gpus:
         reason = "hidden by CUDA_VISIBLE_DEVICES" if gpus_are_hidden() else "none"
         yield ok("GPUs", f"{reason}: ranks train on the CPU", {"GPUs": reason})
@@ -120,11 +121,11 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        # Without nvidia-smi the driver may be well.
+        # If nvidia-smi is not installed, the driver may still work.
         make = warning if isinstance(error, FileNotFoundError) else bad
         yield make(
             "GPUs",
-            f"{target.num_gpus} are there, and the driver does not answer: {error}",
+            f"{target.num_gpus} are there, but the driver does not answer: {error}",
             "install the driver and its tools again, or restart the machine; dmesg | grep -i nvrm",
         )
         return
@@ -149,9 +150,9 @@ def check_gpus(target: Target) -> Iterator[Result]:
 
 
 def torch_build() -> tuple[str, str]:
-    """Returns the versions of torch's files and of the CUDA that they were built for.
+    """Returns the version of torch's files, and of the CUDA that they were built for.
 
-    "" without torch, or for the CPU.
+    The first is "" if there is no torch, the second if it was built for the CPU.
     """
     text = read_package_file("torch", "version.py")
     version = re.search(r"^__version__ *= *['\"]([^'\"+]+)", text, re.MULTILINE)
@@ -160,7 +161,10 @@ def torch_build() -> tuple[str, str]:
 
 
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
-    """Checks each GPU's capability, memory errors, MIG mode and compute mode."""
+    """Checks capability, memory errors, MIG mode and compute mode; yields lines about problems.
+
+    A GPU has the problem if the value of the field `state` matches `pattern`.
+    """
     for name, make, state, pattern, finding, remedy in (
         (
             "capability",
@@ -184,7 +188,7 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
             bad if target.local_ranks > 1 else warning,
             "mig.mode.current",
             "Enabled",
-            "MIG is on, and NCCL joins no two instances of a GPU",
+            "MIG is on, and NCCL cannot connect two instances of one GPU",
             "nvidia-smi -mig 0, by whoever administers it",
         ),
         (
@@ -202,33 +206,35 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
-    """Checks how much GPU memory other processes hold."""
+    """Checks whether other processes hold GPU memory, and whether the engine fits beside them."""
     used_mib = {gpu["index"]: _number(gpu["memory.used"]) for gpu in gpus}
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
         return ok("GPU memory", f"free on all {len(gpus)}")
     query = "--query-compute-apps=pid,used_memory,name"
     owners = _nvidia_smi(target, query, "--format=csv,noheader").strip().splitlines()
-    finding = f"others hold {join_items(used)} ({join_items(owners, 3) or 'unknown processes'})"
-    # vLLM takes its fraction of all memory, and fails if others hold the rest.
+    finding = (
+        f"other processes hold {join_items(used)} ({join_items(owners, 3) or 'unknown processes'})"
+    )
+    # vLLM takes a fraction of the GPU's total memory, and fails if so much is not free.
     fraction = target.config.rollout.gpu_memory_utilization if target.config else 0.0
     is_too_much = any(
         used_mib[gpu["index"]] > (1 - fraction) * _number(gpu["memory.total"]) for gpu in gpus
     )
     if is_too_much:
-        finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside it"
+        finding += f": rollout.gpu_memory_utilization {fraction:g} does not fit beside them"
     make = bad if is_too_much else warning
     return make("GPU memory", finding, "end what holds it (nvidia-smi shows it)")
 
 
 def check_topology(target: Target) -> Iterator[Result]:
-    """Checks how the GPUs of this machine are linked."""
+    """Checks how the GPUs of this machine are linked; links between CPU sockets are slow."""
     if target.num_gpus < 2:
         return
-    # nvidia-smi underlines the table's title row by escape codes.
+    # nvidia-smi underlines the table's title row with escape codes.
     plain = re.sub(r"\x1b\[[\d;]*m", "", _nvidia_smi(target, "topo", "-m"))
     rows = [line.split() for line in plain.splitlines() if _LINK_ROW.match(line)]
-    # The kind of link of each pair (a, b) with a < b. Network cards have the columns behind.
+    # The kind of link of each pair "a-b" of GPUs with a < b. Further columns are network cards.
     pairs = {
         f"{name[3:]}-{peer}": kind
         for name, *kinds in rows
@@ -259,7 +265,7 @@ def _number(text: str) -> float:
 
 
 def check_config(target: Target) -> Iterator[Result]:
-    """Runs --check and yields its warnings and its error, or one line if all is well."""
+    """Runs --check. Yields its warnings, and its error or a line that says it has passed."""
     if target.config is None:
         return
     command = [sys.executable, "-m", "grpo_spmd.train", "--check", *target.arguments]
@@ -279,7 +285,7 @@ def check_config(target: Target) -> Iterator[Result]:
 
 
 def check_plan(target: Target) -> Iterator[Result]:
-    """Checks whether the run fits these GPUs, if the planner knows them."""
+    """Runs the planner to check whether the run fits these GPUs, if it knows them."""
     if target.config is None or not target.num_gpus:
         return
     gpus = query_gpus(target)
@@ -310,7 +316,8 @@ def check_plan(target: Target) -> Iterator[Result]:
 def check_sandbox(target: Target) -> Iterator[Result]:
     """Checks whether code that a model wrote can be isolated on this machine.
 
-    The reward `code` and the tool `python` run such code. Without them a fault is only a warning.
+    The reward `code` and the tool `python` run such code. If the config has neither, a problem is
+    only a warning.
     """
     config = target.config
     is_needed = config is not None and (
@@ -327,19 +334,19 @@ def check_sandbox(target: Target) -> Iterator[Result]:
             "Linux 5.13 or later with Landlock, or a container that allows user namespaces",
         )
         return
-    # Without namespaces the sandbox has fewer features.
+    # Without namespaces the sandboxed code can do less.
     limits = "" if "namespaces" in walls else " (no scratch folder, no threads)"
-    yield ok("sandbox", f"model-written code can be shut in: {', '.join(walls)}{limits}")
+    yield ok("sandbox", f"model-written code can be isolated: {', '.join(walls)}{limits}")
 
 
 # Installed packages
 
 
 def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
-    """Returns the range of Python versions, and the requirements as PEP 508 texts.
+    """Returns the range of Python versions and the packages that this project requires.
 
-    A requirement of an extra has it as a marker. They come from the checkout's pyproject.toml, else
-    from the installed package's metadata.
+    The packages are PEP 508 texts; those of an extra have the extra as a marker. They come from the
+    checkout's pyproject.toml, or else from the metadata of the installed package.
     """
     file = package.with_name("pyproject.toml")
     if file.is_file():
@@ -353,9 +360,9 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 
 
 def check_python(_: Target) -> Iterator[Result]:
-    """Checks the version of Python, and posts a digest of our code for comparison across ranks."""
+    """Checks the version of Python. A digest of our code is a fact, to be compared across ranks."""
     required, version = read_requirements()[0], platform.python_version()
-    # Ranks with another digest run another program.
+    # Ranks with different digests run different code.
     digest = hashlib.sha256()
     for path in sorted(_PACKAGE.rglob("*.py")):
         digest.update(path.relative_to(_PACKAGE).as_posix().encode() + b"\0" + path.read_bytes())
@@ -364,7 +371,7 @@ def check_python(_: Target) -> Iterator[Result]:
     if SpecifierSet(required).contains(version, prereleases=True):
         yield ok("python", finding, facts)
     else:
-        finding += f", and {required} is asked for"
+        finding += f", but {required} is required"
         yield bad("python", finding, "PYTHON=python3.12 launch/setup.sh", facts)
 
 
@@ -382,17 +389,17 @@ def check_packages(target: Target) -> Iterator[Result]:
     for source, requirement in requirements:
         name, marker, version = requirement.name, requirement.marker, version_of(requirement.name)
         is_extra = "extra" in str(marker)
-        # An extra that is not installed is not asked for.
+        # A package of an extra need not be installed.
         if is_extra and version is None:
             continue
         versions[name] = version or "missing"
         is_for_others = marker is not None and not is_extra and not marker.evaluate()
-        # vLLM built from source says 0.1.dev: it may be any version.
+        # vLLM that was built from source has the version 0.1.dev, whatever it really is.
         from_source = name in VLLM and re.match(r"0\.\d+\.?\d*\.?dev", version or "")
         fits = version and requirement.specifier.contains(version, prereleases=True)
         if not (fits or is_for_others or from_source):
             required = requirement.specifier or "any version"
-            problems.setdefault(name, f"{name} {versions[name]}, and {source} asks for {required}")
+            problems.setdefault(name, f"{name} {versions[name]}, but {source} requires {required}")
     for name in (*_OWN_LINES, *engines[:1]):
         facts = {name: versions.pop(name)}
         if name in problems:
@@ -403,7 +410,7 @@ def check_packages(target: Target) -> Iterator[Result]:
     if len(engines) != 1:
         yield bad(
             "vllm",
-            f"{len(engines)} of {' and '.join(VLLM)} are installed, and one is asked for",
+            f"{len(engines)} of {' and '.join(VLLM)} are installed, but exactly one is required",
             f"pip uninstall {' '.join(VLLM)}, then launch/setup.sh",
         )
     if problems:
@@ -413,21 +420,21 @@ def check_packages(target: Target) -> Iterator[Result]:
 
 
 def check_build(target: Target) -> Iterator[Result]:
-    """Checks that torch's files fit its metadata, and that torch is built for this machine.
+    """Checks that torch's files match its metadata, and that torch is built for this machine.
 
-    An install over another one can leave the files of one and the metadata of the other.
+    If a version was installed over another, the files may be of one and the metadata of the other.
     """
     name = "torch's build"
     version, cuda = torch_build()
     installed = version_of("torch")
     build = f"for CUDA {cuda}" if cuda else "for the CPU"
     if not version:
-        yield bad(name, "there is no torch that could be imported", _REMEDY)
+        yield bad(name, "there is no torch to import", _REMEDY)
     elif installed and version != installed.partition("+")[0]:
         folder = importlib.metadata.distribution("torch").locate_file("")
         yield bad(
             name,
-            f"its files are {version}, and the metadata that is found first says {installed}: "
+            f"its files are {version}, but the metadata that Python finds first says {installed}: "
             "two installs are mixed",
             f"look at {folder} and PYTHONPATH; or set up again: launch/setup.sh",
         )
@@ -436,7 +443,7 @@ def check_build(target: Target) -> Iterator[Result]:
         make = warning if cuda else bad
         yield make(
             name,
-            f"{build}, and this machine has {plural(target.num_gpus, 'GPU')}: ranks would train on "
+            f"{build}, but this machine has {plural(target.num_gpus, 'GPU')}: ranks would train on "
             "the CPU",
             "launch/setup.sh gpu, and a driver that works (nvidia-smi), or CUDA_VISIBLE_DEVICES=",
         )
@@ -445,9 +452,9 @@ def check_build(target: Target) -> Iterator[Result]:
 
 
 def check_tested_set(_: Target) -> Iterator[Result]:
-    """Counts the packages whose version is that of the checkout's lock file.
+    """Counts the packages whose versions are those of the checkout's lock file.
 
-    Other versions within the ranges are no warning.
+    Other versions are no reason for a warning if they are within the ranges (check_packages).
     """
     lock = _PACKAGE.parent / "launch" / f"constraints-{'gpu' if version_of('vllm') else 'cpu'}.txt"
     if not lock.is_file():
@@ -455,7 +462,7 @@ def check_tested_set(_: Target) -> Iterator[Result]:
     pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
     # A package that is not installed (version None) belongs to an extra.
     differing = [
-        f"{name} {version_of(name)} for {wanted}"
+        f"{name} {version_of(name)} instead of {wanted}"
         for name, wanted in pinned
         if version_of(name) not in (None, wanted)
     ]
@@ -468,7 +475,7 @@ def check_tested_set(_: Target) -> Iterator[Result]:
 
 
 def check_shared_memory(target: Target) -> Iterator[Result]:
-    """Checks the room in /dev/shm, through which NCCL and vLLM share memory."""
+    """Checks the free space in /dev/shm, where NCCL and vLLM share memory between processes."""
     folder = target.root / "dev/shm"
     remedy = (
         "remove files that nobody uses (ls -l /dev/shm), chmod 1777 /dev/shm, docker run "
@@ -481,8 +488,8 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
     yield rated(
         "/dev/shm",
         f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here",
-        f"{size_text(_SHM_WANTED)} a rank are wanted: {remedy}",
-        # Ranks share the folder.
+        f"{size_text(_SHM_WANTED)} per rank are recommended: {remedy}",
+        # All ranks of the machine share the folder.
         value=disk.free / target.local_ranks,
         needed=_SHM_NEEDED,
         wanted=_SHM_WANTED,
@@ -495,7 +502,7 @@ def check_memory(target: Target) -> Iterator[Result]:
     total = host["MemTotal"]
     available = host["MemAvailable"]
     note = ""
-    # A container or a job may have less than the host.
+    # The cgroup of a container or a job may allow less than the host has.
     limit, used = _memory_limit(target)
     if limit < total:
         total = limit
@@ -504,17 +511,17 @@ def check_memory(target: Target) -> Iterator[Result]:
     finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
     sizes = _rank_memory(target)
     needed = sum(sizes.values())
-    # Terms below 1 % would only lengthen the line.
+    # Terms below 1 % are not listed, to keep the line short.
     terms = [f"{name} {size_text(size)}" for name, size in sizes.items() if size > 0.01 * needed]
     finding += f", which need about {size_text(target.local_ranks * needed)}"
     finding += f" (each: {' + '.join(terms)})"
-    # Enough to start is not yet comfortable.
+    # What is needed has no reserve, so a minimum is recommended as well.
     wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
     yield rated(
         "memory",
         finding,
-        f"{size_text(max(needed, wanted))} a rank are wanted: fewer ranks here, a larger --mem or "
-        "memory limit, or end what else is running",
+        f"{size_text(max(needed, wanted))} per rank are recommended: fewer ranks here, a larger "
+        "--mem or memory limit, or end what else is running",
         value=available / target.local_ranks,
         needed=needed,
         wanted=wanted,
@@ -541,7 +548,10 @@ def check_swap(target: Target) -> Iterator[Result]:
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
-    """Returns the host memory that a rank needs, by purpose; of the model, if it is here."""
+    """Returns the bytes of host memory that a rank needs, by purpose.
+
+    What depends on the model is included if there is a config and its model is on this machine.
+    """
     config = target.config
     model = read_model(config.model.path) if config else None
     sizes = {"a process": _RANK_NEEDED}
@@ -549,7 +559,7 @@ def _rank_memory(target: Target) -> dict[str, float]:
         return sizes
     state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
     sizes["the checkpoint's copy"] = TRAINED_ITEMSIZE * state.trained
-    # On a CPU trainer and engine are in host memory all the time.
+    # Without GPUs, trainer and engine are in host memory all the time.
     if not target.num_gpus:
         sizes["state and gradients"] = state.num_bytes + state.gradients
         sizes["the engine's weights"] = weights
@@ -566,12 +576,13 @@ def _read_meminfo(target: Target) -> dict[str, int]:
 
 
 def _cgroups(target: Target) -> Iterator[str]:
-    """Yields the folder of each cgroup of this process and of all above: any may set a limit."""
+    """Yields the folders of this process's cgroups and of their parents: any may set a limit."""
     for line in target.read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        # In a container the path may be the host's, of which only the end is mounted.
+        # In a container the path may be the host's, which does not exist here. Then the last
+        # parent, ".", is the container's own cgroup.
         cgroup = PurePosixPath(path.lstrip("/"))
-        # Version 2 has one hierarchy for all controllers, and names none.
+        # Version 2 has one hierarchy for all controllers, whose names are left empty.
         for controller in controllers.split(","):
             for folder in (cgroup, *cgroup.parents):
                 yield f"sys/fs/cgroup/{controller}/{folder}"
@@ -580,8 +591,8 @@ def _cgroups(target: Target) -> Iterator[str]:
 def _memory_limit(target: Target) -> tuple[int, int]:
     """Returns (limit, used bytes) of the cgroup with the smallest memory limit.
 
-    Cached pages of files do not count as used: the kernel can drop them. The files are those of
-    cgroup version 2, or of version 1.
+    Cached file pages that are not in active use do not count as used: the kernel can drop them. In
+    each pair of files below the first is of cgroup version 2, the second of version 1.
     """
     limits = [(_UNLIMITED, "")]
     for folder in _cgroups(target):
@@ -596,7 +607,7 @@ def _memory_limit(target: Target) -> tuple[int, int]:
 
 
 def cpu_quota(target: Target) -> float | None:
-    """Returns how many cores the cgroups allow; None without a limit."""
+    """Returns how many cores the cgroups allow, or None without a limit."""
     quotas: list[float] = []
     for folder in _cgroups(target):
         text = target.read(f"{folder}/cpu.max", f"{folder}/cpu.cfs_quota_us")
@@ -616,10 +627,10 @@ def check_threads(target: Target) -> Iterator[Result]:
     num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
     finding = f"{cores:g} of {target.cores} cores, {plural(num_nodes, 'NUMA node')}; "
     finding += f"{target.ranks_text} x {plural(threads, 'thread')} (OMP_NUM_THREADS)"
-    # One thread a rank is the usual setting; more only helps on free cores.
+    # One thread per rank is the usual setting; more threads than cores slow each other down.
     if threads < 1 or (threads > 1 and ranks * threads > cores):
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
-        yield bad("threads", f"{finding}: not from 1 to the cores of a rank", remedy)
+        yield bad("threads", f"{finding}: more than the cores, or no number", remedy)
     else:
         remedy = "more ranks than cores: fewer ranks, or a larger share of cores"
         yield rated("threads", finding, remedy, value=cores, wanted=ranks)
@@ -644,7 +655,7 @@ def check_limits(target: Target) -> Iterator[Result]:
         ("n", "NOFILE", "open files", 256, 4096, "docker run --ulimit nofile=65536"),
         ("u", "NPROC", "processes", 128 * ranks, 1024 * ranks, "slurm: PropagateResourceLimits"),
         ("l", "MEMLOCK", "locked memory", locked, locked, "docker run --ulimit memlock=-1"),
-        ("f", "FSIZE", "file size", _UNLIMITED, _UNLIMITED, "checkpoints grow"),
+        ("f", "FSIZE", "file size", _UNLIMITED, _UNLIMITED, "checkpoints are large"),
         ("v", "AS", "address space", addresses, _UNLIMITED, "CUDA and torch reserve terabytes"),
     ):
         value = resource.getrlimit(getattr(resource, f"RLIMIT_{limit}"))[0]
@@ -661,7 +672,7 @@ def check_limits(target: Target) -> Iterator[Result]:
         )
         results.append(result)
     problems = [result for result in results if result.level != "ok"]
-    # A core pattern with a pipe leads to a collector, not to the working folder.
+    # With "|" in the core pattern, dumps go to a program, not into the working folder.
     is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
     max_core = resource.getrlimit(resource.RLIMIT_CORE)[0]
     is_large = max_core == resource.RLIM_INFINITY or max_core > _GIB

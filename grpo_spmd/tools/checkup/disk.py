@@ -1,4 +1,4 @@
-"""Tries the file systems that a run writes to, in a scratch folder that is removed afterwards."""
+"""Tries out the file systems that a run writes to, in scratch folders that are then removed."""
 
 from __future__ import annotations
 
@@ -32,19 +32,21 @@ _scratch_folders: set[Path] = set()
 
 
 class FileSystem(NamedTuple):
+    """The type of a file system, such as ext4, and its mount options."""
+
     kind: str = "unknown"
     options: Sequence[str] = ()
 
 
 def file_system_of(target: Target, path: Path) -> FileSystem:
-    """Returns the file system that holds `path`, by /proc/self/mounts."""
+    """Returns the file system that holds `path`, according to /proc/self/mounts."""
     mounts: list[tuple[int, FileSystem]] = [(0, FileSystem())]
     for line in target.read("/proc/self/mounts").splitlines():
         _, mount, kind, options, *_ = line.split(" ")
         mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount)
         if path.is_relative_to(mount):
             mounts.append((len(mount), FileSystem(kind, options.split(","))))
-    # The deepest mount; of several at the same place the last one counts.
+    # Take the deepest mount above the path; of several at the same place the last one counts.
     return max(reversed(mounts), key=lambda mount: mount[0])[1]
 
 
@@ -56,6 +58,7 @@ def nearest_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
+    """Makes a scratch folder in `folder`, and removes it after the block."""
     scratch = Path(tempfile.mkdtemp(prefix=".grpo_spmd_checkup_", dir=folder))
     _scratch_folders.add(scratch)
     try:
@@ -65,10 +68,10 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def remove_scratch() -> None:
-    """Removes the scratch folders, also those of checks that hang."""
+    """Removes all scratch folders, also those of checks that hang."""
     while _scratch_folders:
         folder = _scratch_folders.pop()
-        # A check that hangs may still write into it.
+        # Tried again, since a check that hangs may still write into the folder.
         for _ in range(20):
             shutil.rmtree(folder, ignore_errors=True)
             if not folder.exists():
@@ -77,11 +80,12 @@ def remove_scratch() -> None:
 
 
 def check_run_folder(target: Target) -> Iterator[Result]:
+    """Tries out the run folder: its file system, free space, file operations and speed."""
+    # If the run folder does not exist yet, the nearest folder above it is tried.
     folder = nearest_folder(target.run_dir)
-    # The run folder itself may not exist yet: the trial goes next to it.
     below = Path(os.path.abspath(target.run_dir)).relative_to(folder)
     name = f"{folder}" if below == Path() else f"{folder}, where {below} will be"
-    # Mounts are listed by real paths.
+    # Mounts are listed by paths without links.
     file_system = file_system_of(target, folder.resolve())
     remedy = "choose another run_dir, or mount its file system to be written to"
     try:
@@ -96,6 +100,7 @@ def check_run_folder(target: Target) -> Iterator[Result]:
 
 
 def check_kind(name: str, file_system: FileSystem) -> Result:
+    """Checks that the file system is no bucket, and that its files survive a restart."""
     kind, finding = file_system.kind, f"{name} ({file_system.kind})"
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
@@ -106,9 +111,10 @@ def check_kind(name: str, file_system: FileSystem) -> Result:
 
 
 def _check_room(target: Target, folder: Path) -> Iterator[Result]:
+    """Checks that bytes and inodes are free, with a config enough for its checkpoints."""
     stat, disk = os.statvfs(folder), shutil.disk_usage(folder)
     finding, remedy = f"{size_text(disk.free)} free of {size_text(disk.total)}", "make room there"
-    # Some file systems count no inodes.
+    # f_files is 0 on file systems that have no fixed number of inodes.
     if stat.f_files and stat.f_favail < 10_000:
         yield warning(
             "room", f"{stat.f_favail:,} more files fit: inodes run out", "remove files there"
@@ -125,14 +131,14 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
-    """Tries rename and fsync, and with several writers flock and O_APPEND."""
+    """Checks that rename and fsync work, and with two writers at a time flock and O_APPEND."""
     problems: list[str] = []
     old, new, step = folder / "old", folder / "new", folder / "step_1"
     try:
         old.write_bytes(b"0")
         new.write_bytes(b"1")
         sync_to_disk(folder)
-        # Checkpoints and the manifest are put in place by a rename.
+        # As a run puts the manifest and checkpoints in place.
         new.replace(old)
         step.with_suffix(".tmp").mkdir()
         step.with_suffix(".tmp").rename(step)
@@ -154,7 +160,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
             "choose another file system for run_dir",
         )
     else:
-        yield ok("files", "rename, fsync and O_APPEND do what they should")
+        yield ok("files", "rename, fsync and O_APPEND work")
     if answers == {"held"}:
         yield ok("flock", "a held lock keeps others out")
     else:
@@ -168,21 +174,21 @@ def check_abilities(folder: Path) -> Iterator[Result]:
 
 @contextmanager
 def locked_for_trial(folder: Path) -> Iterator[None]:
-    """Makes the empty file `appended` in the folder, and holds the lock of its file `lock`."""
+    """Prepares a folder for `lock_and_append`: makes its file `appended`, and holds its `lock`."""
     (folder / "appended").touch()
     with open(folder / "lock", "w") as lock:
-        with suppress(OSError):  # a file system without locks: whoever tries it next sees that
+        with suppress(OSError):  # a file system without locks, which lock_and_append reports
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def lock_and_append(folder: Path, line: str, num_lines: int) -> str:
-    """Appends lines, and returns whether another holds the lock (`locked_for_trial`).
+    """Appends lines to `appended`, and tries to take the lock that `locked_for_trial` holds.
 
-    The result is "held", "free", or the error of a file system without locks. Raises OSError if it
-    cannot append.
+    Returns "held" (as it should be), "free", or the error of a file system without locks. Raises
+    OSError if it cannot append.
     """
-    # A lock belongs to the opened file, so threads, processes and nodes are alike here.
+    # A flock lock belongs to the opened file, so it excludes threads as well as other nodes.
     with open(folder / "lock") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,16 +205,16 @@ def lock_and_append(folder: Path, line: str, num_lines: int) -> str:
 
 
 def whole_lines(folder: Path, lines: Sequence[str]) -> int:
-    """Returns how many of the appended lines are whole; `lines` are those that were appended."""
+    """Returns how many lines in `appended` are intact; `lines` are the texts that were appended."""
     text = (folder / "appended").read_text(encoding="utf-8", errors="replace")
     return sum(line in lines for line in text.splitlines())
 
 
 def _check_speed(folder: Path) -> Iterator[Result]:
-    """Measures the speed of one writer to the disk, not to the page cache."""
-    # Never fill the disk.
+    """Measures how fast one process writes to the disk, not only to the page cache."""
+    # At most a tenth of what is free, so as not to fill the disk.
     limit = min(_SPEED_BYTES, shutil.disk_usage(folder).free // 10)
-    # Random bytes, because a file system may compress.
+    # Random bytes, which a file system cannot compress.
     block, written = os.urandom(4 << 20), 0
     start = time.monotonic()
     with open(folder / "speed", "wb", buffering=0) as file:

@@ -1,11 +1,12 @@
 """Finds the ranks of a checkup, brings their results to rank 0, and compares the nodes.
 
-The ranks are those that torchrun or srun launched, or a few of this machine that check its links.
+The ranks are launched by torchrun or srun, or by `check_links`, which starts a few on this machine.
 Ranks post values in torch's store, and rank 0 gathers them (`Exchange`). Every wait has a deadline.
-Findings are the Results that one rank has. They are merged: one line if all ranks found the same,
-else one line for each kind of finding, with the names of its ranks. A Report is what one rank has
-measured of its device and of all-reduces (reduce.py). Nodes are compared too: their clocks, and
-whether all of them see the same run folder. The *leader* of a node is its first rank.
+The findings of a rank are the Results of its checks. They are merged: into one line if all ranks
+have found the same, else into one line for each kind of finding, which names the ranks that have
+it. A Report is what a rank has measured of its device and of all-reduces (reduce.py). Nodes are
+compared too: their clocks, and whether all of them see the same run folder. The *leader* of a node
+is its first rank.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ WAITING = "waiting for the devices of the others"
 NO_CONNECTION = "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
 # The fraction of the bandwidth in a card's data sheet that is expected.
 EXPECTED_FRACTION = 0.5
-# Bandwidth between nodes of GPUs below which the network is probably the wrong one.
+# A lower bandwidth between GPU nodes probably means that the wrong network is used.
 _SLOW_GB_S = 1.0
 _MAX_FACTS = 4
 _POLL_S = 0.02
@@ -59,12 +60,12 @@ _NUM_LINES = 20
 
 @dataclass(frozen=True)
 class RankFindings:
-    """Holds what one rank has found."""
+    """The results of one rank's checks."""
 
     host: str
-    # Each result with the name of its group of checks.
+    # (group of the check, result)
     results: list[tuple[str, Result]]
-    # A text that only the ranks of one node have in common.
+    # A text that is the same for the ranks of one node, and different on other nodes.
     node: str = ""
 
 
@@ -74,9 +75,12 @@ Findings = Mapping[int, RankFindings]
 
 @dataclass
 class Report:
-    """What one rank has measured, filled step by step: it shows how far a hanging rank came."""
+    """What one rank has measured.
 
-    at: str = "starting"  # "done", "failed", or what it was doing
+    It is filled step by step, so that the report of a rank that hangs shows how far it got.
+    """
+
+    at: str = "starting"  # "done", "failed", or what the rank is doing
     lines: list[Result] = field(default_factory=list)
     gpu: tuple[str, float] | None = None  # name and GiB of memory; None on a CPU
     # (bytes, seconds) of all-reduces within its node, if there are several, and over all ranks.
@@ -102,7 +106,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Launch:
-    """Tells the number of this rank, and of the ranks launched with it."""
+    """This rank's place among the ranks that were launched together."""
 
     rank: int
     num_ranks: int
@@ -113,18 +117,22 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Returns the launch by torchrun or srun; None if this process is alone. Raises ConfigError."""
+    """Returns how torchrun or srun launched this process, or None if it is alone.
+
+    Raises ConfigError if RANK is set but not the address where ranks meet.
+    """
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
-    # torchrun with one rank is a machine without others, and one rank without a port is no launch.
+    # A single rank counts as launched if it has a port, as from check_links, but not if torchrun
+    # started it: it is then alone.
     is_alone = "TORCHELASTIC_RUN_ID" in environ or "MASTER_PORT" not in environ
     if "RANK" not in environ or (num_ranks == 1 and is_alone):
         return None
     if not environ.get("MASTER_ADDR") or not environ.get("MASTER_PORT", "").isdecimal():
         raise ConfigError(
-            "RANK is set, and MASTER_ADDR or MASTER_PORT is not; torchrun sets all: unset "
-            "RANK alone"
+            "RANK is set, but MASTER_ADDR or MASTER_PORT is not; torchrun sets all three: unset "
+            "RANK, or set the others too"
         )
     rank = int(environ["RANK"])
     return Launch(
@@ -138,7 +146,10 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns what torchrun would set for this task of a Slurm step; {} for other processes."""
+    """Returns the variables that torchrun would set for this task of a Slurm step.
+
+    Returns {} if this process is no such task, or the only one of its step.
+    """
     names = [name for name in environ if name.startswith("SLURM_")]
     slurm = {name.removeprefix("SLURM_"): environ[name] for name in names}
     # A batch script has no step, although SLURM_NTASKS is set in it.
@@ -148,7 +159,7 @@ def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
     # "4(x2),2": two nodes with 4 tasks, one with 2.
     groups = re.findall(r"(\d+)(?:\(x(\d+)\))?", slurm.get("STEP_TASKS_PER_NODE", num_tasks))
     tasks = [count for count, times in groups for _ in range(int(times or 1))]
-    # All ranks derive the same port from the job.
+    # All ranks derive the same port from the job and the step.
     port = 20000 + (int(slurm.get("JOB_ID", 0)) + int(slurm.get("STEP_ID", 0))) % 20000
     nodes = slurm.get("STEP_NODELIST") or slurm.get("JOB_NODELIST", "")
     return {
@@ -168,9 +179,10 @@ def first_host(nodes: str) -> str:
 
 
 def check_links(target: Target) -> Iterator[Result]:
-    """Measures all-reduces by ranks of this machine: one for each GPU, or two on the CPU.
+    """Measures all-reduces on this machine, between one rank for each GPU or two on the CPU.
 
-    They are launched checkups of their links alone. Yields the lines of their rank 0.
+    Each rank is a process that runs `checkup --only links`. Yields the lines that their rank 0 has
+    printed as JSON.
     """
     if target.is_launched:
         return
@@ -194,13 +206,13 @@ def check_links(target: Target) -> Iterator[Result]:
 
     with ThreadPoolExecutor(num_ranks) as pool:
         outputs = [*pool.map(run_rank, range(num_ranks))]
-    # The page's own lines are not JSON.
+    # The lines for the terminal, which are also in the output, are not JSON.
     text = "\n".join(line for line in outputs[0][0].splitlines() if line.startswith("{"))
     for fields in map(json.loads, text.splitlines()):
         if "level" in fields:
             yield Result(fields["name"], fields["level"], fields["found"], fields["remedy"])
     if "verdict" not in text:
-        errors = [error for _, error in outputs if error] or ["its ranks ended without a word"]
+        errors = [error for _, error in outputs if error] or ["its ranks ended without a message"]
         yield bad("all-reduce", errors[0].splitlines()[-1][:300], "python -c 'import torch'")
 
 
@@ -208,7 +220,7 @@ def check_links(target: Target) -> Iterator[Result]:
 
 
 def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
-    """Returns the ranks as text, with their hosts if there are several hosts."""
+    """Returns the ranks as text, with the names of their hosts if the launch has several hosts."""
     hosts = sorted({findings[rank].host for rank in ranks if rank in findings})
     has_several = len({rank.host for rank in findings.values()}) > 1
     return format_ranks(ranks) + (f" on {join_items(hosts, 3)}" if has_several and hosts else "")
@@ -226,7 +238,8 @@ def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
             by_rank.setdefault(rank, []).append(result)
     for group, names in groups.items():
         for name, results in names.items():
-            # A rank without a line of this name has not looked, except at the links.
+            # Ranks without a line of this name did not run the check, since its scope leaves them
+            # out; but links are measured by all ranks.
             num_ranks = len(findings if group == "links" else results)
             for line in _merge_results(results, findings, num_ranks):
                 yield group, line
@@ -239,9 +252,9 @@ def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
 def _merge_results(
     results: Mapping[int, Sequence[Result]], findings: Findings, num_ranks: int
 ) -> Iterator[Result]:
-    """Yields the merged lines of one check, for which `num_ranks` ranks have looked.
+    """Yields the merged lines of one check, which `num_ranks` ranks have run.
 
-    `results` has its lines by rank.
+    `results` has the lines of each rank.
     """
     kinds: dict[tuple[int, str], dict[int, Result]] = defaultdict(dict)
     for rank in sorted(results):
@@ -301,7 +314,8 @@ def check_reports(
     }
     lines = [line for _, line in merge_findings(measured)]
     failed = {line.name for line in lines if line.level == "bad"} & {"device", name}
-    # Ranks that wait for a rank without a device fail later, with a worse reason.
+    # If a rank has no device, the all-reduces of the others fail as well. Their lines are left out,
+    # since they do not tell the cause.
     yield from (line for line in lines if line.name != name or "device" not in failed)
     stuck = {
         rank: report.at for rank, report in reports.items() if report.at not in ("done", "failed")
@@ -314,11 +328,11 @@ def check_reports(
             "py-spy dump, or dmesg, on that host",
         )
     elif stuck and not failed:
-        # Ranks that wait for the others' devices are not the cause, if another rank is stuck.
+        # Ranks that wait for the devices of others are not the cause if another rank is stuck.
         causes = {rank: at for rank, at in stuck.items() if at != WAITING} or stuck
-        # The line tells where the first of them is stuck.
+        # The line says what the first of them was doing.
         ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
-        yield bad(name, f"{ranks} did not come through within {seconds:g} s: {at}", NO_CONNECTION)
+        yield bad(name, f"{ranks} did not finish within {seconds:g} s: {at}", NO_CONNECTION)
     elif not failed:
         card = reports[0].card
         # Within a node NVLink or PCIe carries the data, between nodes the network.
@@ -339,18 +353,19 @@ def _speed_line(
     num_ranks: int,
     expected_gb_s: float,
 ) -> Iterator[Result]:
-    """Yields the line about the speed of all-reduces of `num_ranks` ranks, if any were measured.
+    """Yields a line about the speed of all-reduces among `num_ranks` ranks, if any were measured.
 
-    `measured` has (bytes, seconds) for each size, by rank.
+    `measured` has a list for each rank, with (bytes, seconds) for each size.
     """
-    # A collective is as slow as its slowest rank. A node of one rank has measured nothing.
+    # An all-reduce is as slow as its slowest rank. A rank that is alone in its node has an empty
+    # list.
     slowest = [
         max(sizes, key=lambda row: row[1]) for sizes in zip(*filter(None, measured), strict=False)
     ]
     if not slowest:
         return
     size, seconds = slowest[-1]
-    # Bus bandwidth as nccl-tests counts it: a ring moves 2 (n - 1) / n of the bytes.
+    # The bus bandwidth as nccl-tests defines it: a ring moves 2 (n - 1) / n of the bytes.
     rate = 2 * (num_ranks - 1) / num_ranks * size / seconds / 1e9
     times = ", ".join(f"{size_text(size)} {1e3 * took:.3g} ms" for size, took in slowest)
     finding = f"{scope}, {num_ranks} ranks: {times}; {rate:.3g} GB/s (bus)"
@@ -366,10 +381,10 @@ def _speed_line(
 
 
 class Exchange:
-    """Exchanges values between ranks: each rank posts under a key, and rank 0 gathers.
+    """Exchanges values between ranks: each rank posts a value under a key, and rank 0 gathers them.
 
-    All ranks can hear what rank 0 has posted. Reads poll the store, because a wait inside the store
-    would not notice signals.
+    All ranks can read what rank 0 has posted (`wait_for_rank0`). Reads poll the store, because a
+    wait inside the store could not be interrupted by a signal.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
@@ -382,44 +397,48 @@ class Exchange:
     def gather(
         self, key: str, seconds: float, ranks: Sequence[int] | None = None
     ) -> dict[int, Any]:
-        """Returns the values of the ranks (default: all) that have posted within `seconds`."""
+        """Returns the values that `ranks` (default: all) have posted under `key` within `seconds`.
+
+        A rank that has not posted is missing in the result.
+        """
         deadline = time.monotonic() + seconds
         values: dict[int, Any] = {}
         for rank in range(self.num_ranks) if ranks is None else ranks:
             name = f"{key}/{rank}"
             while not self.store.check([name]) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            # After the deadline each rank is still asked once.
+            # After the deadline every further rank is still looked up once.
             if self.store.check([name]):
                 values[rank] = json.loads(self.store.get(name))
         return values
 
-    def hear(self, key: str, seconds: float) -> Any:
-        """Returns what rank 0 has posted. Raises TimeoutError after `seconds`."""
+    def wait_for_rank0(self, key: str, seconds: float) -> Any:
+        """Waits for what rank 0 posts under `key`. Raises TimeoutError after `seconds`."""
         for value in self.gather(key, seconds, [0]).values():
             return value
-        raise TimeoutError(f"rank 0 said nothing of {key!r} within {seconds:g} s")
+        raise TimeoutError(f"rank 0 did not post {key!r} within {seconds:g} s")
 
 
 # Clocks
 
 
 def check_clocks(
-    exchange: Exchange, leaders: Sequence[int], findings: Findings, asked: float
+    exchange: Exchange, leaders: Sequence[int], findings: Findings, posted_at: float
 ) -> Iterator[Result]:
-    """Compares the clocks of all nodes. Rank 0 calls it.
+    """Compares the clocks of all nodes with rank 0's. Only rank 0 calls it.
 
     `leaders` are the first ranks of the other nodes. Each posts its time under "clock" as soon as
-    it has heard the plan, which rank 0 has posted at the time `asked`.
+    it has read the plan, which rank 0 posted at `posted_at`.
     """
     bounds = [0.0]
     problems = []
     for rank in leaders:
         clock = exchange.gather("clock", _CLOCK_S, [rank]).get(rank)
-        # The clock was read at some time between the question and now.
+        # The other clock was read at some time between `posted_at` and now. Assume the middle; half
+        # of the interval is then the largest possible error.
         now = time.time()
-        uncertainty = (now - asked) / 2
-        skew = 0.0 if clock is None else clock - asked - uncertainty
+        uncertainty = (now - posted_at) / 2
+        skew = 0.0 if clock is None else clock - posted_at - uncertainty
         bounds.append(abs(skew) + uncertainty)
         if clock is None:
             problems.append(f"{findings[rank].host} gives no answer")
@@ -440,14 +459,14 @@ def check_clocks(
 
 
 def _line_of(rank: int) -> str:
-    """Returns the line that a rank appends. It is long enough to show if lines get mixed."""
+    """Returns the line that a rank appends, long enough for mixed lines to be noticed."""
     return f"rank {rank}{'.' * 100}"
 
 
 def try_folder(folder: str, rank: int) -> str:
-    """Tries rank 0's scratch folder from this node.
+    """Tries locks and appends in rank 0's scratch folder, from another node.
 
-    Returns "unseen" if the folder is not visible here, else the result of lock_and_append.
+    Returns "unseen" if this node does not see the folder, else the result of lock_and_append.
     """
     try:
         return lock_and_append(Path(folder), _line_of(rank), _NUM_LINES)
@@ -462,8 +481,9 @@ def check_shared_folder(
 ) -> Iterator[Result]:
     """Checks whether the other nodes see the same run_dir, its locks and its appended lines.
 
-    Rank 0 calls it, and holds the lock of the `scratch` folder, which is in run_dir, until the
-    `leaders`, the first ranks of the other nodes, have tried to take it (`try_folder`).
+    Only rank 0 calls it. It has made the folder `scratch` in run_dir and holds the folder's lock.
+    The `leaders`, the first ranks of the other nodes, have called `try_folder` on it and post the
+    results.
     """
     name = "shared run_dir"
     answers = exchange.gather("folder", _FOLDER_S, leaders)

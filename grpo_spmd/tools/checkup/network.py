@@ -1,4 +1,4 @@
-"""Checks host name, ports, the hub, the launcher, variables, and the time left to a Slurm job."""
+"""Checks host name, port, hub, launcher and environment, and the time left to a Slurm job."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ from grpo_spmd.tools.checkup.results import (
 
 _DEFAULT_PORT = "29500"
 _SHORT_S = 600.0
+# Variables whose values are not shown.
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
+# Variables that must be the same on all ranks.
 _REPORTED = re.compile(
     r"(OMP_NUM_THREADS|(NCCL|GLOO|HF|VLLM|PYTORCH|TORCH|CUDA|FI|UCX|TRITON|TOKENIZERS)_\w+"
     r"|LD_LIBRARY_PATH)"
 )
-# These differ from rank to rank.
+# Except these, which differ from rank to rank.
 _RANK_SPECIFIC = ("CUDA_VISIBLE_DEVICES", "TORCHELASTIC", "TORCH_ELASTIC")
+# Variables that slow ranks down: the value that does, and its effect.
 _SLOWING = {
     "CUDA_LAUNCH_BLOCKING": ("1", "each kernel is waited for"),
     "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "each collective is checked by another"),
@@ -46,20 +49,20 @@ _SLOWING = {
 
 
 def check_host_name(target: Target) -> Iterator[Result]:
-    """Checks the interfaces that gloo and NCCL are told to use, and where the host's name leads."""
+    """Checks the interfaces that gloo and NCCL shall use, and the addresses of the host's name."""
     interfaces = [name for _, name in socket.if_nameindex()]
-    # NCCL takes the beginning of a name, gloo the whole name.
+    # NCCL accepts the beginning of a name, gloo only the whole name.
     for variable, matches in (
         ("GLOO_SOCKET_IFNAME", str.__eq__),
         ("NCCL_SOCKET_IFNAME", str.startswith),
     ):
         for entry in filter(None, target.environ.get(variable, "").split(",")):
             wanted = entry.lstrip("=").partition(":")[0]
-            # "^" leaves interfaces out.
+            # "^" excludes an interface, so it need not exist.
             if entry[0] != "^" and not any(matches(name, wanted) for name in interfaces):
                 yield bad(
                     "interface",
-                    f"{variable} names {wanted}, and this host has {join_items(interfaces)}",
+                    f"{variable} names {wanted}, but this host has {join_items(interfaces)}",
                     f"export {variable}=... (ip -br address shows them)",
                 )
     name = socket.gethostname()
@@ -68,19 +71,19 @@ def check_host_name(target: Target) -> Iterator[Result]:
     except OSError as error:
         yield warning(
             "host name",
-            f"the name of this host, {name}, leads nowhere ({error.strerror or error})",
+            f"the name of this host, {name}, has no address ({error.strerror or error})",
             f"echo '127.0.1.1 {name}' >>/etc/hosts, or GLOO_SOCKET_IFNAME",
         )
         return
     addresses = sorted({str(entry[4][0]).partition("%")[0] for entry in entries})
-    finding = f"{name} leads to {join_items(addresses)}"
-    # With a loopback address alone, gloo would wait for ranks of other hosts in vain.
+    finding = f"{name} has the address {join_items(addresses)}"
+    # If it has only loopback addresses, ranks of other hosts cannot connect to gloo here.
     is_loopback = all(ip_address(address).is_loopback for address in addresses)
     has_other_hosts = target.is_launched and target.num_ranks > target.local_ranks
     if is_loopback and has_other_hosts and "GLOO_SOCKET_IFNAME" not in target.environ:
         yield bad(
             "host name",
-            f"{finding}, which ranks of other hosts do not reach",
+            f"{finding}, which ranks of other hosts cannot reach",
             f"export GLOO_SOCKET_IFNAME=... ({join_items(interfaces)})",
         )
     else:
@@ -88,7 +91,7 @@ def check_host_name(target: Target) -> Iterator[Result]:
 
 
 def check_port(target: Target) -> Iterator[Result]:
-    """Checks the port where ranks would meet. Launched ranks already use it."""
+    """Checks that the port where ranks would meet is free. Launched ranks already use it."""
     if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
@@ -96,9 +99,9 @@ def check_port(target: Target) -> Iterator[Result]:
     remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
     try:
         with socket.socket() as trial:
-            # A port that a finished run still holds in TIME_WAIT is free.
+            # So that a port counts as free which a finished run still holds in TIME_WAIT.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            # 0 would be any port.
+            # -1 raises OverflowError, while 0 would stand for any free port.
             trial.bind(("", int(text) or -1))
     except (ValueError, OverflowError):
         yield bad("port", f"MASTER_PORT={text!r} is no port from 1 to 65535", remedy)
@@ -121,6 +124,7 @@ def _find_listener(port: int) -> str:
 
 
 def check_hub(target: Target) -> Iterator[Result]:
+    """Checks whether the Hugging Face hub answers, unless HF_HUB_OFFLINE is set."""
     if is_offline():
         yield ok("hub", "HF_HUB_OFFLINE is set: nothing is asked; model and data must be here")
         return
@@ -129,7 +133,7 @@ def check_hub(target: Target) -> Iterator[Result]:
     config = target.config
     sources = [config.data.train, *config.data.eval_sets.values()] if config else ["hub:"]
     is_local = not any(str(source).startswith("hub:") for source in sources)
-    # 401 and 404 are answers too.
+    # A status such as 401 or 404 is an answer too.
     if status is not None and status < 500:
         yield ok("hub", f"{endpoint} answers")
     elif is_local and config and Path(config.model.path).is_dir():
@@ -143,6 +147,7 @@ def check_hub(target: Target) -> Iterator[Result]:
 
 
 def check_torchrun(target: Target) -> Iterator[Result]:
+    """Checks that the torchrun on PATH starts the Python of this environment."""
     if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     path = shutil.which("torchrun", path=target.environ.get("PATH"))
@@ -151,12 +156,12 @@ def check_torchrun(target: Target) -> Iterator[Result]:
         return
     with open(path, "rb") as file:
         line = file.readline(512).decode(errors="replace").strip()
-    # `env python3` and a shell that starts python say nothing about the environment.
+    # Only an absolute path in the first line tells which Python it starts; `env python3` does not.
     interpreter = re.fullmatch(r"#!\s*(/\S*/python[\d.]*)", line)
     if interpreter and Path(interpreter[1]).parent != Path(sys.executable).parent:
         yield warning(
             "torchrun",
-            f"{path} starts {interpreter[1]}, and this is {sys.executable}",
+            f"{path} starts {interpreter[1]}, but this is {sys.executable}",
             "activate the environment, or python -m torch.distributed.run",
         )
     else:
@@ -164,14 +169,14 @@ def check_torchrun(target: Target) -> Iterator[Result]:
 
 
 def check_environment(target: Target) -> Iterator[Result]:
-    """Checks variables that slow ranks down. The others must be the same on all ranks."""
+    """Checks for variables that slow ranks down. All are facts, to be compared across ranks."""
     facts: dict[str, str] = {}
     slow: list[str] = []
     for name, value in sorted(target.environ.items()):
         if _REPORTED.fullmatch(name) and not name.startswith(_RANK_SPECIFIC):
             is_secret = _SECRET.search(name)
             facts[name] = f"a secret of {len(value)} characters" if is_secret else value
-        # Set for debugging and forgotten.
+        # Somebody may have set it for debugging and forgotten it.
         if value.upper() == _SLOWING.get(name, ("", ""))[0]:
             slow.append(name)
     if slow:
@@ -183,11 +188,12 @@ def check_environment(target: Target) -> Iterator[Result]:
 
 
 def check_slurm(target: Target) -> Iterator[Result]:
+    """Checks how much time a Slurm job has left."""
     if not target.environ.get("SLURM_JOB_ID"):
         return
     rest_s = seconds_left(None)
     if rest_s is None:
-        yield ok("job", "Slurm sets no end, or does not say it")
+        yield ok("job", "the Slurm job has no time limit, or it is not known")
     else:
         yield rated(
             "job",

@@ -27,17 +27,20 @@ from grpo_spmd.tools.checkup.results import Result, bad, ok, rated
 _SIZES = (1 << 16, 1 << 20, 16 << 20, 64 << 20)  # bytes
 _GPU_SIZES = (*_SIZES, 256 << 20)
 _NUM_TIMES = 4
-_SLOW_S = 1.0
+_SLOW_S = 1.0  # larger sizes are not tried after an all-reduce that takes longer
 _PINNED_BYTES = 256 << 20
-# For torch's own waits: the deadline is kept outside of them.
+# The timeout of torch's own waits. The checkup keeps its deadline, which is shorter, outside torch.
 _NEVER = timedelta(hours=1)
 
 
 class RankExchange(Exchange):
-    """The exchange over the store at MASTER_ADDR and MASTER_PORT, which also measures."""
+    """An Exchange over the store at MASTER_ADDR:MASTER_PORT, which also measures this rank."""
 
     def __init__(self, launch: Launch, deadline_s: float) -> None:
-        """Opens the store, without waiting for other ranks. Raises RuntimeError."""
+        """Serves or opens the store, without waiting for other ranks.
+
+        Raises RuntimeError if the store cannot be reached within `deadline_s`.
+        """
         environ = launch.environ
         store = dist.TCPStore(
             environ["MASTER_ADDR"],
@@ -56,19 +59,20 @@ class RankExchange(Exchange):
     def measure(self, nodes: Sequence[Sequence[int]]) -> Report:
         """Collective. Returns what this rank has measured until its deadline.
 
-        `nodes` has the ranks of each node. NCCL's and gloo's own limits are later, or end the
-        process.
+        `nodes` has the ranks of each node. The deadline is kept here, because the timeouts of NCCL
+        and gloo come later or end the process.
         """
         report = Report()
-        # A connection serves one call at a time: the thread gets its own, so that self.store stays
-        # free if the thread hangs.
+        # A connection to the store serves one call at a time. The thread has its own, so that
+        # self.store is free if the thread hangs.
         store = self.store.clone()  # type: ignore[attr-defined]
         try:
             within(self._deadline_s, lambda: self._measure(report, store, nodes))
         except TimeoutError:
             pass
-        except Exception as error:  # torch raises many kinds: rank 0 shows the text
-            # C++ sources differ between ranks with the same problem.
+        except Exception as error:  # torch raises many kinds; rank 0 shows the text
+            # Without the place in torch's C++ sources, which may differ between ranks that have the
+            # same problem, their lines can be merged.
             text = re.sub(r" *(with )?\[/[^\]]*\]", "", _first_line(error))
             finding = f"{report.at}: {type(error).__name__}: {text}"
             report.lines.append(bad("all-reduce", finding, f"{NO_CONNECTION}; NCCL_DEBUG=INFO"))
@@ -76,8 +80,9 @@ class RankExchange(Exchange):
         return report
 
     def _measure(self, report: Report, store: dist.Store, nodes: Sequence[Sequence[int]]) -> None:
-        """Collective. Measures the device, within each node if there are several, and over all."""
-        report.begin("its device")
+        """Collective. Measures this rank's device, then all-reduces: within each node, if there are
+        several nodes, and over all ranks."""
+        report.begin("measuring its device")
         kind = ""
         try:
             device = rank_device(self._local_rank)
@@ -92,7 +97,7 @@ class RankExchange(Exchange):
         except (ConfigError, RuntimeError) as error:
             finding, _, remedy = _first_line(error).partition("; ")
             report.lines.append(bad("device", finding, remedy or "look at that rank's host"))
-        # A group forms only if all ranks have a device of the same kind.
+        # A group is formed only if all ranks have a device, and of the same kind.
         store.set(f"device/{self.rank}", kind)
         report.begin(WAITING)
         kinds = {store.get(f"device/{rank}").decode() for rank in range(self.num_ranks)}
@@ -117,7 +122,10 @@ class RankExchange(Exchange):
 def _measure_sums(
     report: Report, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[tuple[int, float]]:
-    """Collective in `group`. Returns (bytes, seconds) for each size; stops after a slow one."""
+    """Collective in `group`. Times all-reduces: returns (bytes, seconds) for each size.
+
+    Stops after a size that took longer than _SLOW_S.
+    """
     num_ranks = dist.get_world_size(group)
     times = []
     for size in _GPU_SIZES if device.type == "cuda" else _SIZES:
@@ -137,14 +145,14 @@ def _measure_sums(
             torch.cuda.synchronize()
         seconds = (time.monotonic() - start) / _NUM_TIMES
         times.append((size, seconds))
-        # All ranks must stop together.
+        # All ranks must stop after the same size.
         if any_rank(seconds > _SLOW_S, group):
             break
     return times
 
 
 def _check_pinned(device: torch.device, report: Report) -> Result:
-    """Measures copies from pinned host memory to the device."""
+    """Measures how fast pinned host memory is copied to the device."""
     name = "pinned memory"
     try:
         host = host_buffer(_PINNED_BYTES, device)

@@ -26,21 +26,21 @@ Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 _NAME_COLUMNS = 14
 _MAX_FILE_BYTES = 1 << 20
+# The programs that checks have started; end_programs() kills those that still run.
 _programs: list[subprocess.Popen[str]] = []
-# Held while a program is started: a checkup that ends meanwhile, in another thread, waits and ends
-# that program too.
+# Held while a program is started, so that end_programs() in another thread cannot miss it.
 _starting = threading.Lock()
 
 
 @dataclass(frozen=True)
 class Result:
-    """A Result is one line of the checkup. A line that is not ok has a remedy."""
+    """One line of the checkup. A line that is not ok has a remedy."""
 
     name: str
     level: Level
     finding: str
     remedy: str = ""
-    facts: dict[str, str] = field(default_factory=dict)  # must be the same on all ranks
+    facts: dict[str, str] = field(default_factory=dict)  # values to be compared across ranks
 
     def __post_init__(self) -> None:
         assert self.level == "ok" or self.remedy, f"no remedy for {self.name}: {self.finding}"
@@ -61,7 +61,7 @@ def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = Non
 def rated(
     name: str, finding: str, remedy: str, *, value: float, needed: float = 0.0, wanted: float
 ) -> Result:
-    """Returns a bad line if the value is below what is needed, a warning below what is wanted."""
+    """Returns a line: bad if `value` is below `needed`, a warning below `wanted`, else ok."""
     if value >= max(needed, wanted):
         return ok(name, finding)
     return (bad if value < needed else warning)(name, finding, remedy)
@@ -69,9 +69,9 @@ def rated(
 
 @dataclass(frozen=True)
 class Target:
-    """Describes the machine that is checked, and the run for which it is checked."""
+    """The machine that is checked, and the run for which it is checked."""
 
-    # Files of /proc, /sys and /dev are read below it, so that tests can plant them.
+    # Files of /proc, /sys and /dev are read below this folder, so that tests can make them up.
     root: Path = Path("/")
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     num_ranks: int = 1
@@ -104,12 +104,11 @@ class Target:
     ) -> subprocess.CompletedProcess[str]:
         """Runs a program without the variables that make this process a rank (RANK, ...).
 
-        `environ` may set them for the program.
-
-        Raises OSError if there is no such program, and subprocess.TimeoutExpired.
+        `environ` has variables to set for the program. Raises OSError if there is no such program,
+        and subprocess.TimeoutExpired if it was killed after `timeout_s`.
         """
         env = without_launch(self.environ)
-        # The program still learns how many ranks the run would have.
+        # --check and the planner read how many ranks the run would have.
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
@@ -133,8 +132,8 @@ class Target:
 
 
 def end_programs() -> None:
-    """Ends the programs of checks that still run."""
-    # Not given back: nothing is started any more, until the process exits.
+    """Kills the programs that checks have started. Called just before the process exits."""
+    # Never released, so that no check can start another program.
     _starting.acquire()
     for program in _programs:
         program.kill()
@@ -142,31 +141,34 @@ def end_programs() -> None:
 
 @dataclass(frozen=True)
 class Check:
+    """A check: its name, its group on the page and the function that yields its results."""
+
     name: str
     group: str
-    look: Callable[[Target], Iterable[Result]]
+    function: Callable[[Target], Iterable[Result]]
     deadline_s: float = 5.0
-    # Who looks: every rank, the first rank of each machine, or rank 0 alone.
+    # Which ranks run it: every rank, the first rank of each machine, or only rank 0.
     scope: Literal["rank", "machine", "run"] = "machine"
 
 
 def run_check(check: Check, target: Target) -> list[Result]:
-    """Returns what the check finds until its deadline. A check that raises or hangs is a line.
+    """Returns the results of a check until its deadline.
 
-    A check that hangs leaves its thread behind: the caller must end with exit_process.
+    If it raises or hangs, a warning that says so is the last result. A check that hangs leaves its
+    thread behind: the caller must end the process by exit_process.
     """
     results: list[Result] = []
     try:
-        within(check.deadline_s, lambda: results.extend(check.look(target)))
+        within(check.deadline_s, lambda: results.extend(check.function(target)))
     except KeyboardInterrupt:  # a signal to this process
         raise
-    except BaseException as error:  # whatever it is: a line
+    except BaseException as error:  # no fault of one check may hide the results of the others
         text = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if isinstance(error, TimeoutError | subprocess.TimeoutExpired):
             text = f"no answer within {getattr(error, 'timeout', check.deadline_s):g} s"
-        remedy = "look at what it reads or starts; the other lines stand"
-        line = warning(check.name, f"could not be looked at: {text}", remedy)
-        # A late thread may still append to the list.
+        remedy = "look at what it reads or starts; the other lines are not affected"
+        line = warning(check.name, f"could not be checked: {text}", remedy)
+        # A copy, since a thread that is late may still append to the list.
         return [*results, line]
     return results
 
@@ -184,6 +186,7 @@ class Page:
             raise ConfigError(f"--json: cannot write {json_file}: {error.strerror}") from None
 
     def add(self, group: str, result: Result) -> None:
+        """Prints a result, below the title of its group, and writes it to the file."""
         if group != self._group:
             show(("\n" if self._group else "") + group)
             self._group = group
@@ -205,7 +208,7 @@ class Page:
         )
 
     def close(self, seconds: float) -> int:
-        """Shows the verdict, and returns the exit code: 2 if a line is bad, else 0."""
+        """Prints the verdict, and returns the exit code: 2 if a line is bad, else 0."""
         num_bad, warnings, num_ok = (self.counts[level] for level in reversed(LEVELS))
         verdict = "not fit" if num_bad else "fit"
         counts = f"{num_bad} bad, {plural(warnings, 'warning')}, {num_ok} ok"
@@ -219,11 +222,12 @@ class Page:
 
 
 def join_items(items: Iterable[object], limit: int = 6) -> str:
-    """Returns the items with commas, and how many more there are than `limit`."""
+    """Returns the first `limit` items, separated by commas, and the number of further items."""
     texts = [str(item) for item in items]
     remark = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + remark
 
 
 def plural(count: int, noun: str) -> str:
+    """Returns the count and the noun, such as "1 rank" or "2 ranks"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")

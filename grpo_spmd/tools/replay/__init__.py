@@ -1,5 +1,5 @@
-"""A dumped step once more, on the CPU: python -m grpo_spmd.replay RUN_DIR --step N.
+"""`python -m grpo_spmd.replay RUN_DIR --step N` repeats a dumped step on the CPU.
 
 Not here: anything that writes into the run folder.
-Imports everything but parts and loop; nothing imports it.
+Imports every room below tools/ but loop; nothing imports it.
 """

@@ -19,6 +19,7 @@ from grpo_spmd.tools.replay.redo import replay, report
 
 
 def main() -> None:
+    """Runs the command; the exit code is 2 for wrong input and 1 for any other failure."""
     hold_standard_streams()
     about = (
         "Run reward -> advantage -> loss of a dumped step again, on the CPU, without vLLM, "
@@ -35,7 +36,7 @@ def main() -> None:
     add(
         "--ask-servers",
         action="store_true",
-        help="ask servers and judges again; else what they gave is taken",
+        help="ask servers and judges again (default: take the recorded rewards)",
     )
     add(
         "overrides",
@@ -50,7 +51,7 @@ def main() -> None:
         recorded = read_step(args.run_dir, args.step, args.overrides, asks_servers=args.ask_servers)
     except ConfigError as error:
         refuse(error)
-    # torch's C++ warnings would stand between the lines of the report
+    # Otherwise torch's C++ warnings would be among the lines of the report.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     code = 0
     try:

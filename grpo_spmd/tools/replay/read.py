@@ -1,6 +1,6 @@
 """Reads what a run recorded of one step, for a replay: config, rollouts, metrics and data rows.
 
-It also tells which rewards cannot be computed again (servers, reward models, environments), and
+It also finds the rewards that are not computed again (of servers, reward models, environments), and
 describes episodes turn by turn for the report. Imports no torch.
 """
 
@@ -36,7 +36,8 @@ from grpo_spmd.rewards.remote.servers import check_calls
 # Characters of a message in a line of the report.
 _MAX_CHARS = 160
 
-# The run's values are for several ranks and a GPU. None of these keys changes what is computed.
+# Overrides for one process on a CPU, since the run may have had several ranks and GPUs. None of
+# these keys changes what is computed.
 _ONE_PROCESS = (
     "model.num_replicas=1",
     "model.offload=false",
@@ -48,7 +49,7 @@ _ONE_PROCESS = (
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """Holds what a run recorded of one step, with the config of the replay."""
+    """What a run recorded of one step, and the config of the replay."""
 
     run_dir: Path
     step: int
@@ -56,22 +57,22 @@ class RecordedStep:
     rollouts: list[list[RolloutRecord]]
     """The rollouts of each group, in the order of the prompt stream."""
     metrics: dict[str, float | None]
-    """The step's line; {} if the run ended within the step."""
+    """The step's line of metrics.jsonl; {} if the run ended during the step."""
     columns: list[dict[str, Any]] | None
-    """The data row's columns of each group; None if the data is gone."""
+    """For each group, the columns of its data row; None if the data cannot be read as it was."""
     all_columns: set[str]
-    """All columns that a reward of the run was given."""
+    """The names of all columns that rewards of the run were given."""
     epoch: float
-    """Passes over the data at the step's begin; counts rows that the run dropped as too long."""
+    """The passes over the data before the step. Rows that the run dropped as too long count too."""
     notes: list[str]
-    """Lines for the report."""
+    """Remarks for the report."""
     asks_servers: bool = False
-    """Whether servers that give rewards are asked again."""
+    """True if servers that give rewards are asked again (--ask-servers)."""
 
 
 @dataclass(frozen=True)
 class ReplayedRollout:
-    """Pairs a rollout as the run recorded it with the same rollout after the replay."""
+    """A rollout as the run recorded it, and the same rollout with the results of the replay."""
 
     recorded: RolloutRecord
     replayed: RolloutRecord
@@ -86,7 +87,7 @@ class ReplayedRollout:
 
 @dataclass(frozen=True)
 class Replay:
-    """Holds the results of a replay."""
+    """The results of a replay."""
 
     notes: list[str]
     metrics: dict[str, tuple[float | None, float | None]]
@@ -97,8 +98,10 @@ class Replay:
 def read_step(
     run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_servers: bool = False
 ) -> RecordedStep:
-    """Returns the recorded step. A ConfigError says what is missing, or which line of the dump is
-    broken."""
+    """Reads a step from a run folder. `overrides` replace values of the run's config.
+
+    Raises ConfigError if something is missing, or if a line of the dump is broken.
+    """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
     config = load_config(run_dir / "config.yaml", [*overrides, *_ONE_PROCESS])
@@ -106,26 +109,26 @@ def read_step(
     notes += _redaction_notes(config)
     if config.model.dtype == "bfloat16":
         notes.append(
-            "the run computed in bfloat16, whose rounding is another on another machine: "
+            "the run computed in bfloat16, which is rounded differently on another machine: "
             "a few percent in loss and gradient mean nothing"
         )
     versions = other_versions(run_dir, step)
     if versions:
-        notes.append(f"other versions than the run's, which may round otherwise: {versions}")
+        notes.append(f"versions differ from the run's, and may round differently: {versions}")
     rollouts = _read_groups(run_dir, step, config.rollout.group_size)
     metrics: dict[str, float | None] = {}
     for line in read_metrics(run_dir / "metrics.jsonl"):
         if line.values["step"] == step and not is_evaluation(line.values):
-            # if the step is in the file twice, the last line counts
+            # If the step is in the file twice, the last line counts.
             metrics = line.values
     if not metrics:
         notes.append(
-            f"metrics.jsonl has no line of step {step}: the run ended within it, "
+            f"metrics.jsonl has no line of step {step}: the run ended during it, "
             "and only the rollouts can be compared"
         )
     if not asks_servers:
         config = dataclasses.replace(config, rewards=_without_rubrics(config.rewards))
-    # raises ConfigError here, where the pool would end with a traceback
+    # Loaded here to raise ConfigError; in the pool the same mistake would end in a traceback.
     load_rewards(config.rewards)
     if asks_servers:
         check_calls(config.rewards, 1)
@@ -139,7 +142,7 @@ def read_step(
         epoch = rollouts[0][0].position / len(rows)
     except ConfigError as error:
         notes.append(
-            "rewards are those that the run recorded, since the data set cannot be had as it was: "
+            "rewards are those that the run recorded, since the data set cannot be read as it was: "
             f"{error}"
         )
     return RecordedStep(
@@ -157,6 +160,7 @@ def read_step(
 
 
 def _redaction_notes(config: Config) -> list[str]:
+    """Returns a note for each argument of a reward or of the engine that was redacted."""
     arguments = {
         "rewards": [{"args": reward.args} for reward in config.rewards],
         "rollout.engine": config.rollout.engine,
@@ -169,8 +173,10 @@ def _redaction_notes(config: Config) -> list[str]:
 
 
 def _without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
-    """Returns rewards whose servers are not asked: a rubric may be gone, and the arguments do not
-    matter."""
+    """Returns the rewards, without rubric and arguments for those of servers.
+
+    They are not needed, since servers are not asked; and the file of a rubric may be gone.
+    """
     return tuple(
         dataclasses.replace(reward, name=reward.metric_name, judge=None, args={})
         if reward.url is not None
@@ -209,9 +215,10 @@ def _group_columns(
                 f"and the dump names row {number}"
             )
         row = rows[number]
-        # through JSON, as the dump's prompt went: tuples become lists
+        # Compared after a way through JSON, as the dump's prompt has gone: tuples become lists.
         is_same = json.loads(json.dumps(row.prompt)) == group[0].prompt
-        # an episode's prompt has what environment or agent added: there the columns tell
+        # The environment or agent of an episode may have added to the prompt, so the columns are
+        # compared instead.
         if group[0].status is not None and group[0].columns:
             is_same = json.loads(json.dumps(bounded_values(row.columns))) == group[0].columns
         if not is_same:
@@ -224,20 +231,22 @@ def _group_columns(
 
 
 def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
+    """Returns the names of the columns of the training set and of all evaluation sets."""
     columns = {*overview_of(rows).columns}
     if config.eval.every_steps:
         for name in config.data.eval_sets:
-            # the columns of a set that is gone are None in training rows, and few rewards look
+            # If the set is gone, its columns are left out. In the run they were None for training
+            # rows, so few rewards depend on them.
             with suppress(ConfigError):
                 columns |= {*overview_of(read_rows(config.data, name)).columns}
     return columns
 
 
 def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
-    """Returns the names of rewards that cannot be had again, by a reason in words.
+    """Returns the names of the rewards that are not computed again, by the reason in words.
 
-    Environments and the run's engine are not here. Servers cost money and may be gone, so they are
-    asked only with --ask-servers. Reward models took the run's devices.
+    There are no environments and no engine in a replay. Servers cost money and may be gone, so they
+    are asked only with --ask-servers. Reward models need the run's devices.
     """
     rewards = recorded.config.rewards
     names = {
@@ -258,14 +267,14 @@ def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
 
 
 def has_model(path: str) -> bool:
-    """Returns whether `path` is a folder on this machine or a hub id (organisation/name)."""
+    """Returns True if `path` is a folder on this machine or a hub id (organisation/name)."""
     folder = Path(path)
     is_hub_id = not folder.is_absolute() and len(folder.parts) == 2 and not folder.parent.exists()
     return folder.is_dir() or is_hub_id
 
 
 def make_completion(record: RolloutRecord) -> Completion:
-    """Returns the completion that the run had sampled."""
+    """Returns a recorded completion as the engine gave it to the run."""
     episode = None
     if record.status is not None:
         episode = read_episode(vars(record), record.completion_ids)
@@ -278,8 +287,10 @@ def make_completion(record: RolloutRecord) -> Completion:
 
 
 def reward_weights(recorded: RecordedStep) -> dict[str, float]:
-    """Returns the weight of each reward; 1 for a reward that only the environment gives, as in a
-    run."""
+    """Returns the weight of each reward by its name.
+
+    As in a run, a reward that only the environment gives has the weight 1.
+    """
     weights = {reward.metric_name: reward.weight for reward in recorded.config.rewards}
     for name in environment_rewards(recorded):
         weights.setdefault(name, 1.0)
@@ -287,8 +298,7 @@ def reward_weights(recorded: RecordedStep) -> dict[str, float]:
 
 
 def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
-    """Returns the rewards that can be called again: not those of environments, servers and
-    models."""
+    """Returns the rewards that are called again: those that `unasked_rewards` does not name."""
     unavailable = set[str]().union(*unasked_rewards(recorded).values())
     configs = recorded.config.pool_rewards
     return [
@@ -299,7 +309,7 @@ def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
 
 
 def environment_rewards(recorded: RecordedStep) -> list[str]:
-    """Returns the names of the rewards that environments gave; [] without episodes."""
+    """Returns the names of the rewards that environments gave in the run; [] without episodes."""
     records = [record for group in recorded.rollouts for record in group]
     names = {name for record in records for name in record.environment.get("rewards", ())}
     return [name for name in records[0].rewards if name in names]
@@ -318,7 +328,7 @@ def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str
 
 
 def _describe_episode(rollout: ReplayedRollout) -> list[str]:
-    """Returns which tokens were given, sampled and count, and what was said and called."""
+    """Returns lines about an episode: its turns with their tokens, then its messages."""
     record = rollout.recorded
     logprobs = rollout.logprobs or record.rollout_logprobs
     num_turns = sum(turn["sampled"] for turn in record.turns)
@@ -351,5 +361,5 @@ def _describe_episode(rollout: ReplayedRollout) -> list[str]:
 
 
 def _one_line(value: Any) -> str:
-    """Returns one line of ASCII, whatever a policy or a tool wrote."""
+    """Returns a text of a policy or a tool as one line of ASCII, shortened in its middle."""
     return cut_middle(ascii(value), _MAX_CHARS)

@@ -1,8 +1,8 @@
 """Replays rewards, advantages and loss of a recorded step, and reports the differences.
 
-The replay runs on the CPU, in one process, without vLLM. The trainer's own code runs over the
-dumped rollouts, so breakpoint() works in a reward (which runs in the reward pool, with its
-deadlines, as in training), in the advantages and in the loss. Overrides show what another config
+The replay runs on the CPU, in one process, without vLLM. It runs the trainer's own code on the
+dumped rollouts, so that breakpoint() works in a reward (in the reward pool, with its time limits,
+as in training), in the advantages and in the loss. With overrides it shows what another config
 would do. The report has notes, the recorded and the replayed metrics side by side, and the rollouts
 that differ most or look suspicious.
 """
@@ -31,26 +31,26 @@ from grpo_spmd.tools.terminal import Column, Terminal
 # Relative differences up to this one come from float32 sums in another order.
 _ROUNDING = 1e-6
 _MIN_NAME_WIDTH = 34
-# A rollout with a number: the larger the number, the more suspicious the rollout.
+# (value, rollout): the larger the value, the more suspicious the rollout.
 Ranked = tuple[float, ReplayedRollout]
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
     """Repeats rewards, advantages and update of a step and returns the results.
 
-    The policy is that of `checkpoint`, or of the run's checkpoint before the step.
+    The policy is that of `checkpoint`; by default it is that of the run's checkpoint before the
+    step, or for step 1 the model with which the run started.
 
-    Raises ConfigError or CheckpointError for what is missing or damaged, RewardError if the user
-    left the debugger.
+    Raises ConfigError or CheckpointError if something is missing or damaged, and RewardError if the
+    user has quit the debugger.
     """
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
     rewards = callable_rewards(recorded)
     options = recorded.config.reward_pool
     with RewardPool(rewards, options, log_file, columns=recorded.all_columns) as pool:
-        # The pool's workers have started and may use GPUs. From here on this process sees none;
-        # torch reads the variable when it is imported, and so all that imports it comes after this
-        # line.
+        # The pool's workers have started, and may use GPUs. This process must see none. torch reads
+        # the variable when it is imported, so modules that import torch come after this line.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         from grpo_spmd.tools.replay.step import repeat_step
 
@@ -79,8 +79,9 @@ def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
 
 
 def _metric_lines(replay: Replay) -> Iterator[str]:
+    """Yields a table of the recorded and the replayed metrics; nothing if there are none."""
     if replay.metrics:
-        # Most metrics are shares that are 0.
+        # Metrics that are 0 in both are left out: there are many, such as fractions.
         rows = [
             [name, _number(old), _number(new), _difference(old, new)]
             for name, (old, new) in sorted(replay.metrics.items())
@@ -94,6 +95,11 @@ def _metric_lines(replay: Replay) -> Iterator[str]:
 
 
 def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
+    """Yields lists of suspicious rollouts, with at most `top` rollouts each.
+
+    They are those with the most weight in the loss, the least likely tokens, the largest
+    differences between policy and engine, and logprobs that are not finite.
+    """
     weights = [
         (abs(rollout.replayed.advantage or 0.0) * len(rollout.recorded.rollout_logprobs), rollout)
         for rollout in rollouts
@@ -124,7 +130,7 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
 
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
-    """Yields how many rollouts differ in what, and those that differ most."""
+    """Yields how many rollouts differ in each outcome, and the rollouts that differ most."""
     counts: dict[str, int] = {}
     ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
@@ -152,7 +158,7 @@ def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
 
 
 def _outcomes(record: RolloutRecord) -> dict[str, Any]:
-    """Returns what a replay may change, by its name in the report."""
+    """Returns the outcomes of a rollout that a replay may change, by their names in the report."""
     return {
         "reward": record.reward,
         "advantage": record.advantage,
@@ -162,6 +168,7 @@ def _outcomes(record: RolloutRecord) -> dict[str, Any]:
 
 
 def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
+    """Yields a title and the `top` rollouts with the largest values; nothing if all are 0."""
     entries = sorted(
         (entry for entry in ranked if entry[0] > 0), key=lambda entry: entry[0], reverse=True
     )
@@ -183,12 +190,13 @@ def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[st
 def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
     """Returns one line about a rollout, with its completion and the answer of its data row."""
     completion = cut_middle(rollout.recorded.completion)
-    # Dumps of earlier versions have no columns; then those of the data set are there, if it is.
+    # Dumps of earlier versions have no columns; then take those of the data set, if it was read.
     gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
     return f"  {rollout.name:>9} {facts}  {completion!r}  {gold}".rstrip()
 
 
 def _differ(old: Any, new: Any) -> bool:
+    """Returns True if two outcomes differ, numbers by more than rounding."""
     if isinstance(old, float | int) and isinstance(new, float | int):
         return not abs(old - new) <= _ROUNDING * max(1.0, abs(old))
     return bool(old != new)

@@ -1,4 +1,4 @@
-"""Repeats a recorded step: rewards, advantages, logprobs, loss and gradient, by the trainer's code.
+"""Repeats a recorded step with the trainer's code: rewards, advantages, logprobs, loss, gradient.
 
 This module imports torch; redo.py therefore hides the GPUs before it imports this module.
 """
@@ -57,10 +57,10 @@ from grpo_spmd.tools.replay.read import (
 
 
 def repeat_step(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool) -> Replay:
-    """Returns the results of the step's repetition, in a session of its own.
+    """Repeats the step in a new session (process group), and returns the results.
 
-    Raises ConfigError or CheckpointError for what is missing or damaged, RewardError if the user
-    left the debugger.
+    Raises ConfigError or CheckpointError if something is missing or damaged, and RewardError if the
+    user has quit the debugger.
     """
     session = start_session()
     try:
@@ -72,7 +72,8 @@ def repeat_step(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPoo
 def _repeat(
     recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, session: Session
 ) -> Replay:
-    # the caller's list of notes stays as it is
+    """Repeats the step within `session` and returns the results."""
+    # Notes are added to a copy of the caller's list.
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
     weights = reward_weights(recorded)
     sampled = SampledStep(make_step_rules(recorded.config, 1, 0.0, weights))
@@ -94,7 +95,7 @@ def _repeat(
 
 
 def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> None:
-    """Adds the recorded groups to `sampled`, scored again or with the recorded rewards."""
+    """Adds the recorded groups to `sampled`, either scored again or with their recorded rewards."""
     notes = recorded.notes
     num_steps = recorded.config.training.num_steps
     pool.begin_step(TrainerState(recorded.step - 1, num_steps, recorded.epoch))
@@ -104,7 +105,7 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     is_scored_again = recorded.columns is not None and not unasked
     texts = _RecordedTexts(recorded.rollouts)
     waiting = _make_groups(recorded)
-    # the loop runs once, unless dynamic sampling refilled the step
+    # More than one round only if dynamic sampling drops groups, and the run had sampled more.
     while sampled.num_missing and waiting:
         groups = waiting[: sampled.num_missing]
         del waiting[: sampled.num_missing]
@@ -122,7 +123,7 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
 
 
 class _RecordedTexts:
-    """Takes the tokenizer's place: returns the texts that the run scored."""
+    """Stands in for the tokenizer: decodes completions to the texts that the run scored."""
 
     def __init__(self, rollouts: Sequence[Sequence[RolloutRecord]]) -> None:
         self._texts = {
@@ -139,6 +140,7 @@ class _RecordedTexts:
 
 
 def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
+    """Returns the recorded rollouts as the groups that the run's engine had sampled."""
     groups = []
     for slot, records in enumerate(recorded.rollouts):
         start = records[0]
@@ -150,7 +152,7 @@ def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
 
 
 def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> ScoredRollouts:
-    """Returns the rewards that the run recorded, under the weights of the config."""
+    """Returns the rewards that the run recorded, summed with the weights of the config."""
     weights = reward_weights(recorded)
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
@@ -160,7 +162,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
                 f"the config names {', '.join(weights)}; without the data set no other reward "
                 "can be called: set data.train"
             )
-        # the dump has null for both: a reward that does not apply, and one that is unusable (NaN)
+        # The dump has null for a reward that does not apply (None) and for one that failed (NaN).
         values = {
             name: value if record.statuses[name] in ("ok", "not_applicable") else math.nan
             for name, value in record.rewards.items()
@@ -184,6 +186,10 @@ def _pair_rollouts(
     decision: Decision | None,
     logprobs: dict[int, list[float]],
 ) -> list[ReplayedRollout]:
+    """Returns the rollouts of the replay, each with what the run recorded of it.
+
+    `decision` is None if the step was refused; `logprobs` are the policy's by rollout id.
+    """
     originals = {
         (record.position, record.sample): record for group in recorded.rollouts for record in group
     }
@@ -204,7 +210,7 @@ def _pair_rollouts(
 
 @dataclass(frozen=True)
 class ReplayedUpdate:
-    """Holds the results of the repeated update."""
+    """The results of the repeated update."""
 
     metrics: dict[str, float | None]
     """The metrics of the update; fewer if there was no policy."""
@@ -222,10 +228,11 @@ def train(
     session: Session,
     sampled: SampledStep,
 ) -> ReplayedUpdate:
-    """Collective. Repeats the step's update with the step's policy, or as much of it as can be had.
+    """Collective. Repeats the step's update with the policy before the step.
 
-    Adds to `recorded.notes`. A ConfigError or CheckpointError says what is missing or damaged, and
-    the remedy.
+    If that policy is not at hand, only the loss is computed, with the engine's logprobs in its
+    place, and with a critic not even that. Adds to `recorded.notes`. Raises ConfigError or
+    CheckpointError if something is missing or damaged.
     """
     config = recorded.config
     notes = recorded.notes
@@ -242,8 +249,8 @@ def train(
     with tempfile.TemporaryDirectory(prefix="replay_") as folder:
         model = config.model
         if source is not None and not model.lora.rank:
-            # The checkpoint has all weights: model.path need not be on this machine, unless a
-            # reference or a teacher's prompts need it.
+            # The checkpoint has all weights. The model at model.path is needed only for a reference
+            # model and for the tokenizer of a teacher's prompts.
             export_checkpoint(source, Path(folder, "model"), "float32")
             model = dataclasses.replace(model, path=str(Path(folder, "model")))
         temperature = config.rollout.temperature
@@ -274,6 +281,7 @@ def train(
 
 
 def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[float]]:
+    """Returns the policy's logprobs of the sampled tokens, by rollout id."""
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro_batch in batch.micro_batches:
@@ -284,9 +292,9 @@ def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[flo
 
 
 def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
-    """Returns (checkpoint, has_policy): where the policy is, and whether there is one.
+    """Returns (checkpoint, has_policy) of the policy before the step, and notes which it is.
 
-    The checkpoint is None if the policy is the model at model.path.
+    The checkpoint is None if there is no policy, or if it is the model at model.path (step 1).
     """
     step = recorded.step
     model_path = Path(recorded.config.model.path)
@@ -301,7 +309,7 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
         if saved_step != step - 1:
             notes.append(
                 f"that is not the policy that sampled step {step}: "
-                "loss, entropy, gradient and mismatch differ for that alone"
+                "loss, entropy, gradient and mismatch differ for this reason alone"
             )
         return source, True
     if step == 1 and is_model_here:
@@ -319,7 +327,7 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
 
 
 def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
-    """Raises ConfigError or CheckpointError if the checkpoint cannot give the config's policy."""
+    """Raises ConfigError or CheckpointError if the checkpoint does not fit the config."""
     verify_checkpoint(source)
     rank = config.model.lora.rank
     if (config.loss.kl_coef or rank) and not is_model_here:
@@ -336,24 +344,26 @@ def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
 
 
 class _EngineAsPolicy(Policy):
-    """Stands in for a policy that is not there: its logprobs are the engine's."""
+    """Stands in for a policy that is not at hand: returns the engine's recorded logprobs."""
 
     def __init__(self) -> None:
-        # Policy.__init__ is skipped, since there is no model
+        # Policy.__init__ is skipped, since there is no model.
         nn.Module.__init__(self)
-        # an optimizer needs a parameter
+        # An optimizer needs at least one parameter.
         self.zero = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         return batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)
 
     def reshard(self) -> None:
-        """Does nothing: no weights were gathered."""
+        """Does nothing, since there are no gathered weights to free."""
 
 
 def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
-    """Returns the config of the run's teachers; one without teachers, after a note, if a teacher or
-    the rows that name it are not here."""
+    """Returns the run's TeacherConfig, or one without teachers if a teacher cannot be used here.
+
+    In that case a note is added: a teacher, or the data rows that it needs, may be missing.
+    """
     teacher = recorded.config.teacher
     missing = [path for path in teacher.paths.values() if path != POLICY and not has_model(path)]
     needs_columns = "" not in teacher.names or teacher.sees_other_prompt
@@ -364,7 +374,7 @@ def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
     elif missing:
         reason = f"there is no folder {missing[0]}"
     elif needs_columns and recorded.columns is None:
-        reason = "the rows that name it cannot be had as they were"
+        reason = "the data rows that it needs cannot be read as they were"
     else:
         return teacher
     recorded.notes.append(

@@ -16,11 +16,12 @@ from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.page import PAGE_START
 
 _MAX_RUNS = 8
-_MIN_AGE_S = 10.0  # of the page, with --follow
+_MIN_AGE_S = 10.0  # with --follow, the age at which a page is written again at the earliest
 _RUNNING_STATES = {"running", "silent", "empty"}
 
 
 def main() -> None:
+    """Writes the page of the runs that the arguments name, with --follow again and again."""
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.report",
@@ -43,7 +44,7 @@ def main() -> None:
             problem = f"{len(args.runs)} runs, and a page shows {_MAX_RUNS} at most"
             raise ConfigError(f"RUN: {problem}; name fewer")
         out = args.out or args.runs[0] / "report.html"
-        # Said before the dumps are read, which may take long.
+        # Refused before the dumps are read, which may take long.
         _refuse_other_files(out)
         for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
@@ -52,7 +53,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except BrokenExecutor:
-        problem = "a process that reads the dumps was killed, likely for want of memory"
+        problem = "a process that reads the dumps was killed, likely because memory ran out"
         say(f"error: {problem}; try again")
         raise SystemExit(1) from None
     except KeyboardInterrupt:
@@ -60,8 +61,10 @@ def main() -> None:
 
 
 def _refuse_other_files(out: Path) -> None:
-    """Raises ConfigError if `out` is something else than a page, which would be replaced: a folder,
-    a device such as /dev/null, a run's own record."""
+    """Raises ConfigError if `out` exists and is no page, since it would be replaced.
+
+    It may be a folder, a device such as /dev/null, or one of the run's files.
+    """
     try:
         if out.is_dir():
             raise ConfigError(f"--out: {out} is a folder; name a file in it")
@@ -72,11 +75,13 @@ def _refuse_other_files(out: Path) -> None:
 
 
 def _is_page(path: Path) -> bool:
+    """Returns True if the file begins as every page does."""
     with path.open("rb") as file:
         return file.read(len(PAGE_START)) == PAGE_START
 
 
 def _build(folders: Sequence[Path], out: Path) -> list[RecordedRun]:
+    """Writes the page of the runs in `folders` once, prints its size, and returns the runs."""
     begin = time.monotonic()
     runs = name_apart([read_run(folder) for folder in folders])
     try:

@@ -1,6 +1,7 @@
-"""Builds the page of one run or several, within bounds of size, time and memory.
+"""Builds the page of one or several runs, within limits of size, time and memory.
 
-The dumps of a long run are larger than any page, and take longer to read than anybody waits.
+The limits are needed because the dumps of a long run are larger than a page may be, and take longer
+to read than a user would wait. Sizes are bytes after compression unless a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -34,52 +35,60 @@ from grpo_spmd.tools.report.steps import (
     spread_out,
 )
 
-# Bytes of the file; of what it has beside runs; of the prompts of a run.
+# The size of the file; of its scripts and styles; and of a run's table of prompts.
 _PAGE_BYTES = 18_500_000
 _SHELL_BYTES = 250_000
 _PROMPTS_BYTES = 150_000
-# Seconds after which no further dump is read; the longer one in a process with a nice value, for
-# which nobody waits.
+# Seconds after which no further dump is read. The second is for a process of low priority, since
+# nobody waits for it.
 _READING_S = 14.0
 _PATIENT_S = 20.0
-_TEXTS_S = 2.0  # for the texts of prompts
-# A run whose dumps are no larger is read whole however busy the machine is.
+_TEXTS_S = 2.0  # for reading the texts of prompts
+# A run whose dumps have at most so many bytes is read in full, however busy the machine is.
 _SMALL_BYTES = 8_000_000
 _SMALL_S = 120.0
-_MIN_TEXT_BYTES = 800.0  # of a completion, compressed
-_NUM_MEASURED = 3  # steps
-_MAX_STEP_BYTES = 1_500_000  # of the rollouts of a step, compressed
+_MIN_TEXT_BYTES = 800.0  # to which a completion may be cut
+_NUM_MEASURED = 3  # steps whose cost is measured
+_MAX_STEP_BYTES = 1_500_000  # of the rollouts of a step
 _MIN_ROLLOUTS = 4  # of a step
-# Rollouts of a step that has room for groups.
+# Rollouts that a step with ample room shows, and those of them that have tokens.
 _RICH_TEXTS = 12
 _RICH_TOKENS = 6
 _MAX_PROCESSES = 4
-_POOL_BYTES = 50_000_000  # dumps from which on processes are worth their start
-_NICE = 2  # of the processes that this one starts
-_LOW_PRIORITY = 10  # nice value from which on the other cores are left to those who need them
+_POOL_BYTES = 50_000_000  # dumps of at least this size are worth the start of further processes
+_NICE = 2  # added to the nice value of the processes that this one starts
+_LOW_PRIORITY = 10  # a process of at least this nice value uses one core only
 
 
 class Plan(NamedTuple):
-    """Which steps of a run are read, and how much of each is shown."""
+    """The steps of a run to read, and how much of each to show."""
 
-    tasks: list[StepTask]  # in the order in which they are made
+    tasks: list[StepTask]  # in the order in which the steps are read
     num_dumped_bytes: int
     deadline: float  # on the monotonic clock, after which no further step is read
 
 
 def build_page(runs: Sequence[RecordedRun], out: Path) -> None:
-    """Writes the page as a whole or not at all. Raises OSError if it cannot be written."""
+    """Writes the page of `runs`, completely or not at all.
+
+    Raises OSError if it cannot be written.
+    """
     names = " and ".join(run.name for run in runs)
     title = f"{names}: {runs[0].subject}" if len(runs) == 1 and runs[0].subject else names
     write_page(out, f"{title} - grpo_spmd", _make_chunks(runs))
 
 
 def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
-    """Yields the steps of each run as they are made, and last what concerns all of them."""
+    """Yields the chunks of the page: (name, JSON).
+
+    There is a chunk for each shown step of each run, in the order in which they are done. The last
+    one, "main", has all the rest.
+    """
     begin = time.monotonic()
     seconds = _PATIENT_S if os.nice(0) >= _LOW_PRIORITY else _READING_S
     overviews = [overview(run, len(runs)) for run in runs]
-    num_bytes = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - _PROMPTS_BYTES * len(runs)  # base64: 4 for 3
+    # base64 turns 3 bytes into 4.
+    num_bytes = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - _PROMPTS_BYTES * len(runs)
     num_bytes -= sum(len(zlib.compress(json_bytes(content), 1)) for content in overviews)
     for number, (run, content) in enumerate(zip(runs, overviews, strict=True)):
         deadline = begin + seconds * (number + 1) / len(runs)
@@ -102,13 +111,14 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
 
 
 def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
-    """Returns a plan for `num_bytes` compressed bytes of the page.
+    """Decides which steps of a run are shown, and in how many of `num_bytes` bytes.
 
-    All steps get the same room if that is enough for tokens. Otherwise some steps, spread evenly,
-    get more; and if even the tables of all steps are too large, some steps are left out.
+    All steps get the same room if it suffices for tokens. Otherwise some steps, spread evenly over
+    the run, get more than the others. If even the tables and a few texts of all steps are too
+    large, some steps are left out.
     """
     begin = time.monotonic()
-    # The folder of a run that goes on has changed since the last page.
+    # With --follow, the folder may have new dumps since the last page.
     open_folder.cache_clear()
     folder, _ = open_folder(run.folder)
     order = spread_out(set(run.dumped_steps) & folder.rollout_files.keys())
@@ -122,10 +132,10 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     )
     if num_dumped_bytes <= _SMALL_BYTES:
         deadline = max(deadline, begin + _SMALL_S)
-    # All steps are not measured: reading is what takes the time.
+    # Only a few steps are measured, since reading them takes time.
     costs: list[StepCost] = []
     for step in order[:_NUM_MEASURED]:
-        # Of very large steps one is enough.
+        # One step is enough if to measure all of them would use up the time.
         if not costs or (time.monotonic() - begin) * _NUM_MEASURED < deadline - begin:
             costs.append(measure_step(StepTask(run.folder, step, _MAX_STEP_BYTES)))
     rooms = _share_room(order, costs, num_bytes)
@@ -138,25 +148,33 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
 def _share_room(
     order: Sequence[int], costs: Sequence[StepCost], num_bytes: int
 ) -> dict[int, float]:
-    """Returns the compressed bytes for rollouts of each step that is shown."""
+    """Returns the steps to show, each with the bytes that its rollouts may take.
+
+    `order` has all steps, the most wanted first; `costs` are those of the measured steps.
+    """
+    # Assume that every step costs as much as the largest that was measured.
     table, text, tokens = (max(sizes) for sizes in zip(*costs, strict=True))
-    # Long completions are cut in their middle rather than that whole steps are left out.
+    # Before steps are left out, completions are cut in their middle, to `bytes_per_text`.
     bytes_per_text = (num_bytes / len(order) - table) / _MIN_ROLLOUTS
     text = min(text, max(_MIN_TEXT_BYTES, bytes_per_text))
     poor = _MIN_ROLLOUTS * text
     rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens
-    # The small number is for rounding: if `text` was cut, all steps just fit.
+    # If `text` was cut, all steps fit exactly; the small number keeps rounding from losing one.
     max_steps = max(1, int(num_bytes / max(table + poor, 1) + 1e-6))
     order = order[:max_steps]
     room = num_bytes / len(order) - table
     if room >= rich:
         return dict.fromkeys(order, room)
+    # What is left after all steps have got `poor` makes the first ones rich.
     num_rich = int((room - poor) * len(order) / max(rich - poor, 1))
     return {step: rich if index < num_rich else poor for index, step in enumerate(order)}
 
 
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
-    """Yields the steps for which there is time, at least the first, as they are done."""
+    """Yields the results of the steps for which there is time, and at least of the first.
+
+    Large dumps are read by several processes; the results come in the order in which they are done.
+    """
     num_processes = min(len(os.sched_getaffinity(0)), _MAX_PROCESSES)
     if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _LOW_PRIORITY:
         for number, task in enumerate(plan.tasks):
@@ -164,7 +182,7 @@ def _make_steps(plan: Plan) -> Iterator[StepResult]:
                 return
             yield make_step(task)
         return
-    # spawn: a forked process would copy this one's threads' locks.
+    # spawn, because a forked process would inherit locks that other threads of this one hold.
     with ProcessPoolExecutor(
         num_processes, get_context("spawn"), _start_worker, (os.getpid(),)
     ) as pool:
@@ -174,21 +192,21 @@ def _make_steps(plan: Plan) -> Iterator[StepResult]:
         }
         while running:
             done, running = wait(running, return_when=FIRST_COMPLETED)
-            # Results come as they are done: a slow step must not keep the others in memory.
+            # A task is added for each that is done, so that few results are in memory at a time.
             if time.monotonic() <= plan.deadline:
                 running |= {pool.submit(make_step, task) for task in islice(tasks, len(done))}
             yield from (future.result() for future in done)
 
 
 def _start_worker(parent: int) -> None:
-    """Prepares a process of the pool: it gives way to other work, and ends with its parent."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    """Prepares a process of the pool: it has a lower priority, and ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     end_with_parent(signal.SIGKILL, parent)
     os.nice(_NICE)
 
 
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Returns which steps are in the page, and in words what is left out."""
+    """Returns the steps in the page, the numbers of rollouts, and a note of what is left out."""
     counts = sum((result.counts for result in results), Counter[str]())
     num_read = counts["read"]
     num_shown = counts["shown"]
@@ -198,12 +216,12 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
     notes = []
     unread_steps = set(run.dumped_steps) - {result.step for result in results}
     if unread_steps:
-        reason = "time" if len(results) < len(plan.tasks) else "size"
+        limit = "time" if len(results) < len(plan.tasks) else "room"
         notes.append(
-            f"{len(results):,} of {len(run.dumped_steps):,} dumped steps are in this page, evenly, "
-            f"for want of {reason}"
+            f"{len(results):,} of {len(run.dumped_steps):,} dumped steps are in this page, spread "
+            f"evenly: there was no {limit} for more"
         )
-        # Steps that were not read count as the others.
+        # Assume that steps that were not read have as many rollouts as the others.
         total += round(len(unread_steps) * num_read / max(1, len(results)))
         about = "about "
     if num_shown < total:
@@ -214,10 +232,13 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
     for number, text in (
         (
             counts["hidden"],
-            f"of {counts['wanted']:,} best, worst, most mismatched and failed ones are without",
+            f"of {counts['wanted']:,} best, worst, most mismatched and failed ones have no text",
         ),
         (counts["broken"], "broken lines or files of dumps are left out"),
-        (num_old, "dumps are left out: of an earlier attempt at steps that are still to come"),
+        (
+            num_old,
+            "dumps of an earlier attempt are left out: the run has yet to repeat their steps",
+        ),
     ):
         if number:
             notes.append(f"{number:,} {text}")

@@ -1,6 +1,7 @@
-"""What the page shows of a run beside its rollouts: verdict, curves, timeline, launches, config.
+"""Makes what the page shows of a run beside its rollouts.
 
-And its prompts by row of the data set: which got better, which are never solved.
+This is the verdict, curves, timeline, launches and config, and the run's prompts by row of the data
+set: which got better, which were never solved.
 """
 
 from __future__ import annotations
@@ -34,19 +35,19 @@ from grpo_spmd.tools.report.steps import (
     spread_indices,
 )
 
-# Points of a curve; numbers in all curves of a page.
+# Limits: points of a curve, and numbers in all curves of a page.
 _MAX_POINTS = 4_000
 _MAX_NUMBERS = 1_500_000
 _NUM_DIGITS = 6
-# Steps with a timeline, and spans of all timelines of a page.
+# Limits: steps with a timeline, and spans in all timelines of a page.
 _NUM_TIMELINES = 200
 _NUM_NEWEST_TIMELINES = 20
 _MAX_SPANS = 60_000
 _MAX_LAUNCHES = 50
 _MAX_KEYS = 2_000
 _MAX_VALUE_CHARS = 2_000
-_RUN_KEYS = ("run_dir",)  # that differ in every run
-# The keys that a config must set.
+_RUN_KEYS = ("run_dir",)  # keys that differ in every run, so that a comparison leaves them out
+# The keys that have no default, with values of the right type.
 _NEEDED = {
     "run_dir": "-run",
     "model": {"path": "-model"},
@@ -62,13 +63,16 @@ _MAX_PROMPT_POINTS = 100
 _MAX_PROMPT_CHARS = 400
 _MAX_COLUMNS = 8
 _MAX_COLUMN_CHARS = 80
-# Fractions of the distance between the lowest and the highest reward.
+# Fractions of the distance between the lowest and the highest reward; see PromptRow.kind.
 _NEAR = 0.05
 _MOVED = 0.25
 
 
 def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
-    """Returns the JSON of one of `num_runs` runs, without "prompts" and "rollouts"."""
+    """Returns a run's part of "main", without "prompts" and "rollouts".
+
+    The page shows `num_runs` runs, which share the limits on curves and timelines.
+    """
     num_metrics = len({key for line in run.steps for key in line})
     max_points = min(_MAX_POINTS, _MAX_NUMBERS // num_runs // max(1, num_metrics))
     return {
@@ -96,7 +100,7 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
 
 
 def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
-    """Returns steps and metrics as columns, thinned evenly if there are too many points."""
+    """Returns steps and metrics as columns; of too many lines some are taken, spread evenly."""
     indices = spread_indices(len(lines), max(2, max_points))
     chosen = [lines[index] for index in indices]
     keys = dict.fromkeys(key for line in chosen for key in line)
@@ -110,15 +114,15 @@ def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
 
 
 def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
-    """Returns the timelines of the newest steps and of others at even distances."""
+    """Returns the timelines of the newest steps, and of others spread evenly over the run."""
     steps = [line["step"] for line in run.steps]
     wanted = {steps[index] for index in spread_indices(len(steps), _NUM_TIMELINES)}
     wanted.update(steps[-_NUM_NEWEST_TIMELINES:])
-    # The file may be somebody's link, or no timeline.
+    # The file may be missing, a link, or no timeline.
     with suppress(ConfigError, OSError):
         timelines = run.files.timeline(wanted)
         num_spans = sum(len(spans) for timeline in timelines.values() for spans in timeline.spans)
-        # With very many ranks fewer steps fit, the newest one among them.
+        # With very many ranks fewer steps fit: every n-th, counted back from the newest.
         stride = max(1, -(-num_spans // max_spans))
         shown_steps = sorted(timelines)[::-1][::stride][::-1]
         return {"steps": shown_steps, "spans": [vars(timelines[step]) for step in shown_steps]}
@@ -126,24 +130,25 @@ def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
 
 
 def config_rows(run: RecordedRun) -> list[list[Any]]:
-    """Returns [key, value, source] of each key.
+    """Returns [key, value, source] for each key of the config.
 
     The source is "default", "command line" (of the newest launch), "from algorithm: NAME", or
-    "set" (by a file or for the machine). config.yaml is resolved and does not tell it.
+    "set" (by a file or for the machine). It is inferred, since config.yaml has the resolved values
+    without their sources.
     """
     command = run.launch.get("command")
     words = map(str, command if isinstance(command, list) else ())
     overridden = [word.partition("=")[0] for word in words if "=" in word]
     recipe: Mapping[str, Any] = {}
-    with suppress(ConfigError):  # a recipe of another version
+    with suppress(ConfigError):  # this version may not have the algorithm
         recipe = recipe_of(run.config)
     defaults = _default_values()
     rows = []
     for key, value in list(run.config.items())[:_MAX_KEYS]:
-        # rewards.3.weight has the default of rewards.0.weight.
+        # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
         general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
         source = "set"
-        # An override wins over file and recipe, so it is looked at first.
+        # Checked first, since an override replaces values of the file and the recipe.
         if any(key == name or key.startswith(f"{name}.") for name in overridden):
             source = "command line"
         elif repr(recipe.get(key)) == repr(value) and key in recipe:
@@ -155,7 +160,7 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
-    """Returns [key, value in each run] where runs differ; null for a key that a run lacks."""
+    """Returns [key, value in each run] for keys that differ; None where a run lacks the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _RUN_KEYS)
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
     different = [row for row in rows if len(set(map(repr, row[1:]))) > 1]
@@ -163,7 +168,7 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
 
 
 def _versions(run: RecordedRun) -> dict[str, Any]:
-    """Returns the newest launch's versions, commits and machines; {} if they are not known."""
+    """Returns the versions, commits and machines of the newest launch, as far as it has them."""
     launch = run.launch
     recorded = launch.get("versions")
     versions = dict(recorded) if isinstance(recorded, dict) else {}
@@ -178,12 +183,13 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
 
 @cache
 def _default_values() -> Mapping[str, Any]:
-    """Returns all defaults, flat, without the keys that a config must set."""
+    """Returns the default of each dotted key, without the keys that a config must set."""
     values = flatten_config(build_config(_NEEDED))
     return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
 
 
 def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
+    """Returns a number, a bool or None as it is; anything else as text of bounded length."""
     if value is None or type(value) in (bool, int, float):
         return value
     return shorten(value if isinstance(value, str) else json.dumps(value, default=str), max_chars)[
@@ -193,10 +199,13 @@ def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
 
 @dataclass
 class PromptRow:
-    """The groups of one row of the data set whose mean reward is known, by ascending step."""
+    """The history of one row of the data set: steps and mean rewards of its groups.
+
+    They are in ascending order of steps, without groups that have no reward.
+    """
 
     row: int
-    newest_line: LinePosition
+    newest_line: LinePosition  # of a rollout of the newest group
     steps: list[int] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
 
@@ -206,16 +215,16 @@ class PromptRow:
 
     @property
     def change(self) -> float:
-        """The mean of the last third of the groups minus that of the first; 0 for one group."""
+        """The mean reward of the last third of the groups minus that of the first third."""
         third = max(1, len(self.means) // 3)
         return (sum(self.means[-third:]) - sum(self.means[:third])) / third
 
     def kind(self, low: float, high: float) -> str:
-        """Returns one of _KIND_ORDERS; `low` and `high` are the run's lowest and highest reward.
+        """Returns how the prompt fared, one of the names in _KIND_ORDERS.
 
-        `never`: no mean is above the lowest reward, up to 5 % of the distance. `always`: no mean
-        is below the highest, likewise. `better`, `worse`: the last third is 25 % of the distance
-        above or below the first third. `mixed`: all others.
+        `low` and `high` are the run's lowest and highest reward. `never`: every mean is within 5 %
+        of their distance above `low`. `always`: every mean is within 5 % below `high`. `better`,
+        `worse`: the means have changed by 25 % or more (see `change`). `mixed`: all others.
         """
         distance = high - low
         if max(self.means) <= low + _NEAR * distance:
@@ -227,8 +236,9 @@ class PromptRow:
         return "mixed"
 
 
-# Kinds in the order in which prompts are chosen for the page, and the order within a kind: unsolved
-# ones that were tried most often, those that changed most, the worst of the others, solved ones.
+# The kinds in the order in which prompts are listed, each with a key that sorts its prompts: those
+# never solved by the number of attempts, those that changed by how much, the mixed ones from the
+# lowest mean on, those always solved by row.
 _KIND_ORDERS: dict[str, Callable[[PromptRow], float]] = {
     "never": lambda row: -len(row.means),
     "worse": lambda row: row.change,
@@ -239,12 +249,12 @@ _KIND_ORDERS: dict[str, Callable[[PromptRow], float]] = {
 
 
 def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[str, Any]:
-    """Returns "prompts", "prompts_total" and "prompt_kinds" of the page, from all read steps.
+    """Returns "prompts", "prompts_total" and "prompt_kinds" of a run, from all steps read.
 
-    After `deadline` on the monotonic clock, texts are left out.
+    The texts of prompts that are not read by `deadline` (on the monotonic clock) are left out.
     """
     rows: dict[int, PromptRow] = {}
-    # Results come in the order in which processes finished.
+    # Sorted, since results are in the order in which processes have finished.
     for result in sorted(results, key=lambda result: result.step):
         for group in result.groups:
             if group.mean is not None:
@@ -253,7 +263,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
                 row.means.append(group.mean)
                 row.newest_line = group.line
     ranges = [result.rewards for result in results if result.rewards is not None]
-    # Medians over the steps: one endless penalty must not be the measure for all others.
+    # The median over the steps, so that a single huge penalty does not set the scale.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
     counts = {}
     ranked = []
@@ -261,7 +271,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
         members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]
         members.sort(key=order)
         counts[kind] = len(members)
-        # Some of each kind come first, then what is left of these.
+        # The first prompts of each kind come before all others, so that no kind takes all places.
         ranked += [(rank >= _MAX_PROMPTS_PER_KIND, kind, row) for rank, row in enumerate(members)]
     chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
     texts = _read_texts([row for *_, row in chosen], deadline)
@@ -285,13 +295,13 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
 def _read_texts(
     rows: Sequence[PromptRow], deadline: float
 ) -> dict[int, tuple[str, dict[str, Any]]]:
-    """Returns prompt and columns by row; without those whose line is gone, or if time is over."""
+    """Returns {row: (prompt, columns)}, without rows whose line is broken, or read too late."""
     texts = {}
     store = LineStore()
-    # In the order of the files: a packed file is unpacked from its beginning.
+    # Read in the order of the files, since a compressed file is unpacked from its beginning.
     path = None
     for position, row in sorted((row.newest_line, row.row) for row in rows):
-        # The time is looked at between files.
+        # The deadline is checked before each file but the first.
         if position.path != path and path is not None and time.monotonic() > deadline:
             break
         path = position.path

@@ -1,8 +1,9 @@
-"""Writes one HTML file from chunks of JSON: the shell, style and scripts of page/, then the chunks.
+"""Writes one HTML file: the HTML, styles and scripts of page/, and the data in chunks of JSON.
 
-A browser opens the file without network and without a server. Each chunk is compressed on its own
-and unpacked when somebody looks at it. The file's own policy (CSP) names the hash of each script
-and style, so that nothing that a run recorded can run or load anything.
+A browser opens the file without network and without a server. Each chunk is compressed separately,
+and unpacked when it is first shown. The file's content security policy (CSP) allows only the
+scripts and styles whose hashes it lists, so that nothing that a run recorded can run or load
+anything.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import msgspec
 
 from grpo_spmd.files import sync_path
 
-FORMAT = 1  # of all chunks; page/base.js shows no other format
+FORMAT = 1  # of the chunks; the scripts refuse data of another format (page/base.js)
 _FOLDER = Path(__file__).with_suffix("")  # page/
 _CHUNKS_MARK = "<!-- chunks -->"
 _POLICY_MARK = "<!-- policy -->"
@@ -44,10 +45,10 @@ PAGE_START = b"<!doctype html>"
 
 
 def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> None:
-    """Writes `out` from (name, JSON in ASCII), as a whole or not at all.
+    """Writes the page to `out`, completely or not at all. A chunk is (name, JSON in ASCII).
 
-    An earlier file is replaced at the end. One chunk is in memory at a time. Raises OSError if the
-    folder or the disk refuses, and whatever `chunks` raises.
+    An earlier file is replaced at the end. Only one chunk is in memory at a time. Raises OSError if
+    the file cannot be written, and whatever `chunks` raises.
     """
     head, foot = _shell()
     for path in out.parent.glob(f".{glob.escape(out.name)}.*.tmp"):
@@ -57,15 +58,15 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        # x: not through a link.
+        # Mode x creates the file; it would not write through a link of that name.
         with temporary.open("xb") as file:
-            # ASCII: half a surrogate pair becomes its number, which a browser shows as U+FFFD.
+            # In ASCII: half a surrogate pair becomes a number, which a browser shows as U+FFFD.
             shown_title = html.escape(title).encode("ascii", "xmlcharrefreplace")
             file.write(head.replace(b"{{title}}", shown_title))
             for name, content in chunks:
                 file.write(_pack_chunk(name, content))
             file.write(foot)
-        # A crash of the machine must not leave the name with half a page.
+        # Written to the disk before the rename: a crash of the machine must not leave half a page.
         sync_path(temporary)
         temporary.replace(out)
     except BaseException:  # Ctrl-C too
@@ -75,7 +76,7 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
 
 
 def _pack_chunk(name: str, content: bytes) -> bytes:
-    """Returns a chunk as a block of data, which no browser runs or shows."""
+    """Returns a chunk as a <script> element of a type that browsers neither run nor show."""
     deflate = zlib.compressobj(level=6, wbits=-15)  # raw: DecompressionStream("deflate-raw")
     packed = deflate.compress(content) + deflate.flush()
     text = binascii.b2a_base64(packed, newline=False).decode()
@@ -84,8 +85,7 @@ def _pack_chunk(name: str, content: bytes) -> bytes:
 
 @functools.cache
 def _shell() -> tuple[bytes, bytes]:
-    """Returns the parts of page.html before and after the chunks, with its styles and scripts
-    inlined."""
+    """Returns page.html before and after the chunks, with styles, scripts and policy inlined."""
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inline(match: re.Match[str]) -> str:
@@ -97,7 +97,7 @@ def _shell() -> tuple[bytes, bytes]:
 
     page = _INLINE.sub(inline, _read_asset("page.html"))
     page = page.replace(_LICENCE_MARK, html.escape(_read_asset("uplot.LICENSE")))
-    # Trusted types: a browser that knows them refuses to make HTML from text at all.
+    # With trusted types, a browser that supports them refuses to parse any text as HTML.
     policy = (
         f"default-src 'none'; script-src {' '.join(hashes['script'])}; "
         f"style-src {' '.join(hashes['style'])}; img-src data:; base-uri 'none'; "
@@ -114,10 +114,10 @@ def _read_asset(name: str) -> str:
 
 
 def json_bytes(value: Any) -> bytes:
-    """Returns JSON in ASCII, with null for what is not finite.
+    """Returns `value` as JSON in ASCII, with null for NaN and infinity.
 
-    Half a surrogate pair, which a policy may write, becomes its escape. Raises nothing for what
-    was read from JSON.
+    Half a surrogate pair, which a policy may write, becomes its escape. Never raises for a value
+    that was read from JSON.
     """
     try:
         text = msgspec.json.encode(value).decode()

@@ -1,7 +1,8 @@
-"""Token ids as pieces of text, from the tokenizer.json of a run.
+"""Decodes token ids to pieces, the texts of single tokens, with the tokenizer.json of a run.
 
-The pieces of a sequence join to the tokenizer's own decoding, special tokens included. A character
-that several tokens make belongs to the last of them; invalid bytes become U+FFFD, as in decode.
+Joined, the pieces of a sequence are the tokenizer's own decoding, special tokens included. A
+character that is made of several tokens belongs to the last of them; invalid bytes become U+FFFD,
+as in the tokenizer's decode().
 
 `tokenizers.decoders.DecodeStream` (0.23) cannot replace this module: it raises on invalid bytes of
 tokenizers with byte fallback, and it takes ten times as long.
@@ -29,7 +30,7 @@ _KNOWN_DECODERS = {"ByteLevel", "ByteFallback", "Metaspace", "Replace"}
 
 
 class _Decoder(msgspec.Struct, frozen=True):
-    """One decoder of tokenizer.json, or a sequence of them."""
+    """The decoder of tokenizer.json; one of type "Sequence" has a list of decoders."""
 
     type: str
     decoders: list[_Decoder] = []
@@ -38,17 +39,21 @@ class _Decoder(msgspec.Struct, frozen=True):
     prepend_scheme: str = "always"
 
     def strips_blank(self) -> bool:
-        """Returns True if the blank before the first token is taken away."""
+        """Returns True if this decoder removes the space before the first token."""
         if self.type == "Metaspace":
             return self.prepend_scheme != "never"
         return self.type == "Strip" and self.content == " " and self.start > 0
 
 
 class _Model(msgspec.Struct, frozen=True):
+    """The vocabulary of tokenizer.json."""
+
     vocab: dict[str, int] | list[tuple[str, float]]  # Unigram: token and score, in order of ids
 
 
 class _AddedToken(msgspec.Struct, frozen=True):
+    """A token that was added to the vocabulary, such as a special token."""
+
     id: int
     content: str
 
@@ -62,21 +67,21 @@ class _TokenizerFile(msgspec.Struct, frozen=True):
 
 
 class _Token(NamedTuple):
-    """One token of the vocabulary."""
+    """One token of the vocabulary, decoded."""
 
     data: bytes
-    text: str | None  # None for bytes that are no characters, or that neighbours may complete
+    text: str | None  # None if `data` is no valid UTF-8 alone; with its neighbours it may be
 
 
 class TokenPieces:
-    """A tokenizer's vocabulary, for decoding token by token."""
+    """The vocabulary of a tokenizer, which decodes token by token."""
 
     def __init__(self, content: bytes) -> None:
         """Reads a tokenizer.json. Raises ValueError if it is broken or of an unknown kind."""
         file = msgspec.json.decode(content, type=_TokenizerFile)
         decoders = file.decoder.decoders or [file.decoder]
         kinds = {decoder.type for decoder in decoders}
-        # A decoder that only fuses leaves the tokens as they are.
+        # A tokenizer whose only decoder joins tokens ("Fuse") has its texts in the vocabulary.
         if not kinds & _KNOWN_DECODERS and kinds != {"Fuse"}:
             raise ValueError("this kind of tokenizer is not known")
         vocab = file.model.vocab
@@ -84,15 +89,15 @@ class TokenPieces:
             self._texts = {index: token for token, index in vocab.items()}
         else:
             self._texts = {index: token for index, (token, _) in enumerate(vocab)}
-        # Added tokens may replace tokens of the vocabulary, so they come second.
+        # Added second, since they may replace tokens of the vocabulary.
         self._texts.update({token.id: token.content for token in file.added_tokens})
         self._is_byte_level = "ByteLevel" in kinds
         self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
-        # Each token of the vocabulary is made once.
+        # Cached: each token of the vocabulary is decoded only once.
         self._token = cache(self._make_token)
 
     def decode(self, token_ids: Sequence[int]) -> list[str]:
-        """Returns one text for each token of a sequence."""
+        """Returns the pieces of a sequence: a text, possibly empty, for each token."""
         pieces: list[str] = []
         if self._is_byte_level:
             pieces = _decode_bytes([self._token(token_id) for token_id in token_ids])
@@ -110,6 +115,7 @@ class TokenPieces:
         return pieces
 
     def _make_token(self, token_id: int) -> _Token:
+        """Decodes one token of the vocabulary; an unknown id gives an empty one."""
         source = self._texts.get(token_id, "")
         match = _BYTE_TOKEN.fullmatch(source)
         if match and not self._is_byte_level:
@@ -126,6 +132,7 @@ class TokenPieces:
 
 
 def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:
+    """Returns a text for each token; a character belongs to the token that completes it."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     pieces: list[str] = []
     is_pending = False  # the decoder holds the beginning of a character
@@ -141,7 +148,8 @@ def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:
 
 
 def _decode_fallback_bytes(tokens: Sequence[_Token]) -> list[str]:
-    # If neighbouring bytes are not valid as a whole, each of them is U+FFFD.
+    """Returns a text for each of the byte tokens that follow each other in a sequence."""
+    # As in the tokenizer: if together they are no valid UTF-8, each byte becomes U+FFFD.
     try:
         b"".join(token.data for token in tokens).decode("utf-8")
     except UnicodeDecodeError:
@@ -150,7 +158,7 @@ def _decode_fallback_bytes(tokens: Sequence[_Token]) -> list[str]:
 
 
 def read_pieces(run_dir: Path) -> TokenPieces | None:
-    """Returns None if the run's tokenizer.json is missing, broken or of an unknown kind."""
+    """Reads the tokenizer.json of a run. Returns None if it is missing, broken or unknown."""
     with (
         suppress(OSError, UntrustedError, ValueError, RecursionError),
         open_regular(run_dir / "tokenizer.json") as file,
@@ -161,7 +169,8 @@ def read_pieces(run_dir: Path) -> TokenPieces | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    # GPT-2's letters for bytes: printable ones are themselves, the others follow from U+0100 on.
+    """Returns the byte that each letter stands for in a byte-level vocabulary (GPT-2's)."""
+    # Printable bytes are their own letters; the others have letters from U+0100 on.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in printable]
     letters = {chr(0x100 + index): byte for index, byte in enumerate(hidden)}

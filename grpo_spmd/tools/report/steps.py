@@ -1,9 +1,9 @@
-"""Makes the report page's part about one step: figures of all rollouts, and some rollouts whole.
+"""Makes the chunk of the page for one step: a table of all its rollouts, and the texts of some.
 
-Dumps are large, so a first pass (the scan) reads a few fields of every line and remembers where the
-line is. Only the lines of rollouts that the page shows are read again and parsed as a whole. A
-broken line or file is counted, and the rest is shown. Texts of policies and data sets are cut to
-bounded sizes. "Pieces" are the texts of single tokens.
+Dumps are large, so a first pass (the scan) parses only a few fields of every line and remembers the
+line's position. Only the lines of the rollouts whose texts the page shows are read again and parsed
+fully. A broken line or file is counted, and the rest is shown. Texts of policies and data sets are
+cut to bounded sizes. "Pieces" are the texts of single tokens.
 """
 
 from __future__ import annotations
@@ -54,23 +54,24 @@ _TABLE_FIELDS = (
 _MAX_STATUS_CHARS = 40
 _REWARD_FAILURES = ("error", "timeout")
 _FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
-_NUM_EARLY = 7  # best, worst, mismatched and failed rollouts whose tokens come early
-_MAX_SHOWN = 2_000  # rollouts of a step
-_NUM_SAMPLES = 8  # rollouts that tell what those of a step cost
-# The size of a rollout beside others, relative to its size alone at the quickest level.
+_NUM_EARLY = 7  # of the best, worst, mismatched and failed rollouts, those whose tokens come early
+_MAX_SHOWN = 2_000  # rollouts of a step with their texts
+_NUM_SAMPLES = 8  # rollouts of a step whose size is measured
+# The size of a rollout compressed together with others at the page's level, relative to its size
+# compressed alone at the quickest level.
 _COMPRESSION = 0.9
-# Characters of a completion that is shown as a whole.
+# A longer completion is cut in its middle; the limit is between these two, by the room of the step.
 _MIN_COMPLETION_CHARS = 2_000
 _MAX_COMPLETION_CHARS = 60_000
 
 
 @dataclass
 class PageRollout:
-    """A rollout that the page shows."""
+    """A rollout whose text the page shows."""
 
     record: RolloutRecord
-    score_line: bytes | None
-    text: dict[str, Any]  # its JSON; "tokens" are None as long as there is no room for them
+    score_line: bytes | None  # its line of token scores
+    fields: dict[str, Any]  # its JSON in the page; "tokens" is None unless there was room for them
 
     @property
     def prompt(self) -> str:
@@ -78,8 +79,8 @@ class PageRollout:
 
 
 def parse_line(line: bytes | None) -> RolloutRecord | None:
-    """Returns None for a line that is broken, or nested too deeply to be written as JSON again."""
-    # Deep nesting would end json.dumps with a RecursionError.
+    """Parses a line of a dump. Returns None if it is missing, broken, or nested too deeply."""
+    # json.dumps raises RecursionError for deep nesting.
     with suppress(ConfigError):
         record = parse_rollout(line or b"", "")
         if is_shallow([record.columns, record.prompt, record.extra, record.environment]):
@@ -87,14 +88,19 @@ def parse_line(line: bytes | None) -> RolloutRecord | None:
     return None
 
 
-# The values were float16: to look up each of the 65,536 is quicker than to round it again.
+# Cached: the values come from float16, which has 65,536 of them, and a look-up is quicker than
+# rounding.
 @lru_cache(1 << 16)
 def _three_digits(value: float) -> float:
     return float(f"{value:.3g}")
 
 
 def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) -> dict[str, Any]:
-    """Returns the tokens at both ends, around one without figures that says what is missing."""
+    """Returns `tokens` (lists by name) without the middle, so that about `max_chars` remain.
+
+    The middle is replaced by one entry: its piece says how many characters are missing, and all its
+    figures are None. `texts` are the pieces.
+    """
     ends = np.cumsum([len(text) for text in texts])
     head_end = int(np.searchsorted(ends, max_chars // 2))
     tail_begin = int(np.searchsorted(ends, int(ends[-1]) - max_chars // 2)) + 1
@@ -110,7 +116,7 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
 
 
 def prompt_text(prompt: str | list[Any]) -> str:
-    """Returns a prompt as one text, of chat messages role and content."""
+    """Returns a prompt as one text; a chat becomes "role: content" for each message."""
     texts = []
     for message in [prompt] if isinstance(prompt, str) else prompt:
         if isinstance(message, dict) and isinstance(message.get("content"), str):
@@ -121,8 +127,11 @@ def prompt_text(prompt: str | list[Any]) -> str:
 
 
 def shorten(text: str, max_chars: int) -> tuple[str, int]:
-    """Returns `text` without what is too long in its middle, and the number of cut characters."""
-    if len(text) <= max_chars + 100:  # the marker has some characters itself
+    """Returns `text` with at most about `max_chars` characters, and how many were cut.
+
+    They are cut from the middle, where a marker says how many are missing.
+    """
+    if len(text) <= max_chars + 100:  # the marker takes some characters too
         return text, 0
     num_cut = len(text) - max_chars
     begin = max_chars // 2
@@ -134,35 +143,38 @@ def _cut_marker(num_cut: int) -> str:
 
 
 class ScannedRollout(NamedTuple):
-    """What the tables show of a rollout, and where its lines are."""
+    """The figures of a rollout for the page's table, and the positions of its lines."""
 
     position: int
     sample: int
     row: int
     reward: float | None
     advantage: float | None
-    tokens: int  # their number
+    tokens: int  # the number of sampled tokens
     finish: int  # 1 if finish_reason is "length", else 0
-    status: str  # how an episode ended, or how a reward failed; else "ok"
+    status: str  # how a reward failed, else how an episode ended, else "ok"
     mismatch: float | None  # largest |policy - engine| of a token
     line: LinePosition
     score_line: LinePosition | None
 
 
 def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadErrors]:
-    """Returns the rollouts of a step in the order of the prompt stream, and what is broken."""
+    """Scans a step: returns its rollouts by position in the prompt stream and by sample.
+
+    Also returns the lines and files that could not be read.
+    """
     errors = ReadErrors()
-    # Of token scores the table has only the largest difference.
+    # By rollout id: the largest difference and the line. The table needs no more of the scores.
     scores: dict[int | None, tuple[float | None, LinePosition | None]] = {
         values.rollout_id: (values.difference_max, line.position)
         for line, values in folder.scores(step, errors)
     }
     rollouts: dict[tuple[int, int], ScannedRollout] = {}
     for line, fields in folder.rollouts(step, _TABLE_FIELDS, errors):
-        # Files of several runs in one folder repeat these two.
+        # Unique in a run; files of several runs in one folder repeat them.
         key = (fields.position, fields.sample)
         if key in rollouts:
-            errors.add(f"{line.name}: position {key[0]}, sample {key[1]} is there twice")
+            errors.add(f"{line.name}: position {key[0]}, sample {key[1]} was in an earlier line")
             continue
         mismatch, score_line = scores.get(fields.rollout_id, (None, None))
         logprobs = fields.rollout_logprobs
@@ -172,10 +184,10 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
             row=fields.row,
             reward=_finite(fields.reward),
             advantage=_finite(fields.advantage),
-            # Bytes of float32, or the list that earlier versions wrote.
+            # Raw bytes of float32; earlier versions wrote a list.
             tokens=len(logprobs) if isinstance(logprobs, list) else len(logprobs) // 4,
             finish=int(fields.finish_reason == "length"),
-            # A reward's failure counts more than how an episode ended.
+            # The failure of a reward is more important than how an episode ended.
             status=next(
                 (status for status in fields.statuses.values() if status in _REWARD_FAILURES),
                 (fields.status or "ok")[:_MAX_STATUS_CHARS],
@@ -192,9 +204,9 @@ def _finite(value: float | None) -> float | None:
 
 
 def spread_out(steps: Iterable[int]) -> list[int]:
-    """Returns the steps in an order whose every beginning is spread evenly over the run.
+    """Returns the steps in an order in which the first n, for every n, are spread over the run.
 
-    The newest and the first step come first.
+    The newest step comes first, then the first one.
     """
     ordered = sorted(steps)
     middle = [ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0)]
@@ -202,12 +214,15 @@ def spread_out(steps: Iterable[int]) -> list[int]:
 
 
 def compressed_size(value: object) -> float:
-    """Returns the bytes that a JSON value takes in the page, about."""
+    """Estimates how many bytes a JSON value takes in the page, compressed."""
     return _COMPRESSION * len(zlib.compress(json_bytes(value), 1))
 
 
 def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
-    """Returns by index why a rollout is worth a look; the first of equal ones."""
+    """Returns the rollouts that deserve a look, as {index: reason}.
+
+    They are the most mismatched, the best, the worst (of equal ones the first) and all that failed.
+    """
     wanted: dict[int, str] = {}
 
     def rank(index: int) -> tuple[float, float]:
@@ -228,8 +243,12 @@ def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
 
 
 def _spread_order(num: int, step: int) -> Iterator[int]:
-    """Yields the numbers below `num`, each far from those before it; others first at each step."""
-    # Multiples of a stride that is prime to `num` reach all numbers. The golden ratio spreads them.
+    """Yields all numbers below `num`, each far from the previous ones.
+
+    The order starts at another number at each `step`, so that the steps show different groups.
+    """
+    # Multiples of a stride that is coprime to `num` reach all numbers modulo `num`. A stride near
+    # the golden ratio spreads them evenly.
     stride = max(1, round(num * 0.618))
     while math.gcd(stride, num) != 1:
         stride += 1
@@ -237,42 +256,42 @@ def _spread_order(num: int, step: int) -> Iterator[int]:
 
 
 class StepTask(NamedTuple):
-    """What a process needs in order to make the part of one step."""
+    """The task of making the chunk of one step, as it is sent to a process."""
 
     run_dir: Path
     step: int
-    room: int  # compressed bytes for rollouts
+    room: int  # bytes that the step's rollouts may take, compressed
 
 
 class Group(NamedTuple):
-    """A group of a step, for the table of prompts."""
+    """A group of a step, for the page's list of prompts."""
 
     row: int
     mean: float | None  # of the known rewards
-    line: LinePosition  # of one of its rollouts
+    line: LinePosition  # the line of one of its rollouts, which has the prompt
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The part of one step, and what the page says about all steps together."""
+    """The chunk of one step, and what the page's summary of all steps needs to know of it."""
 
     step: int
-    content: bytes  # JSON of the step's chunk
-    counts: Counter[str]  # of rollouts, as `fill` returns them
+    content: bytes  # the chunk's JSON
+    counts: Counter[str]  # numbers of rollouts, from StepPage.fill
     groups: list[Group]
     rewards: tuple[float, float] | None  # the lowest and the highest
 
 
 class StepCost(NamedTuple):
-    """Compressed bytes that a step takes in the page."""
+    """The bytes that a step takes in the page, compressed."""
 
-    table: float  # the figures of all its rollouts
-    text: float  # one rollout's text
-    tokens: float  # one rollout's tokens
+    table: float  # for the figures of all its rollouts
+    text: float  # for the text of one rollout
+    tokens: float  # for the tokens of one rollout
 
 
 def measure_step(task: StepTask) -> StepCost:
-    """Returns the cost of a step, measured on some of its rollouts."""
+    """Measures the cost of a step on a few of its rollouts."""
     page = StepPage(task)
     table = len(zlib.compress(page.content()))
     texts = [0.0]
@@ -280,13 +299,13 @@ def measure_step(task: StepTask) -> StepCost:
     for index in spread_indices(len(page.rollouts), _NUM_SAMPLES):
         rollout = page.make(index, "sampled")
         if rollout is not None:
-            texts.append(compressed_size([rollout.text, rollout.prompt]))
+            texts.append(compressed_size([rollout.fields, rollout.prompt]))
             tokens.append(compressed_size(page.tokens(rollout)))
     return StepCost(table, *(sum(sizes) / max(1, len(sizes) - 1) for sizes in (texts, tokens)))
 
 
 def make_step(task: StepTask) -> StepResult:
-    """Makes the part of one step. Raises nothing, whatever the files hold."""
+    """Makes the chunk of one step. Raises nothing, whatever the files hold."""
     page = StepPage(task)
     counts = page.fill()
     rewards = [rollout.reward for rollout in page.rollouts if rollout.reward is not None]
@@ -300,9 +319,10 @@ def make_step(task: StepTask) -> StepResult:
 
 
 class StepPage:
-    """The scanned rollouts of a step, and those of them that are shown as a whole."""
+    """The scanned rollouts of a step, and those of them whose texts are shown."""
 
     def __init__(self, task: StepTask) -> None:
+        """Scans the step. No rollout's text is read yet."""
         folder, self._pieces = open_folder(task.run_dir)
         self.rollouts, self.errors = scan_step(folder, task.step)
         indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)
@@ -310,13 +330,16 @@ class StepPage:
         self.shown: dict[int, PageRollout] = {}  # by the index in `rollouts`
         self._step = task.step
         self._num_bytes_left = float(task.room)
-        # A character takes less than a byte compressed, so three completions fit.
+        # So that three completions fit: a character takes less than a byte when compressed.
         self._max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
         self._broken: set[int] = set()
         self._store = LineStore()
 
     def make(self, index: int, reason: str) -> PageRollout | None:
-        """Returns a rollout without its tokens; None if its line is broken or gone."""
+        """Reads a rollout for the page, without its tokens. Returns None if its line is broken.
+
+        `reason` says why the page shows it: "best", "group" and so on (see `fill`).
+        """
         rollout = self.rollouts[index]
         record = parse_line(self._store.read(rollout.line))
         if record is None:
@@ -325,7 +348,7 @@ class StepPage:
         scores = self._store.read(rollout.score_line) if rollout.score_line is not None else None
         # The keys are those of the page's scripts (page/tokens.js).
         completion, num_cut = shorten(record.completion, self._max_chars)
-        text = {
+        fields = {
             "position": record.position,
             "sample": record.sample,
             "why": reason,
@@ -341,14 +364,14 @@ class StepPage:
             "tokens": None,
         }
         if record.status is not None:
-            text |= self._episode(record, is_cut=num_cut > 0)
-        return PageRollout(record, scores, text)
+            fields |= self._episode(record, is_cut=num_cut > 0)
+        return PageRollout(record, scores, fields)
 
     def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
-        """Returns the fields of an episode.
+        """Returns the fields that the page has of an episode beside those of every rollout.
 
-        Turns get two thirds of the characters (sampled ones if the completion is cut) and messages
-        one, since they repeat what the completion says.
+        Of the characters for a completion, turns get two thirds and messages one. Sampled turns are
+        cut only if the completion is (`is_cut`).
         """
         turns = record.turns[:_MAX_TURNS]
         third = self._max_chars // 3
@@ -367,7 +390,7 @@ class StepPage:
                     texts = [shorten("".join(texts), max_turn_chars)[0]]
                 page_turn["pieces"] = texts
             page_turns.append(page_turn)
-        # Whole messages or none: half a message would look like what was said.
+        # A message is shown whole or not at all: a cut one would look as if it had been sent so.
         ends = accumulate(len(json.dumps(message)) for message in record.messages[:_MAX_MESSAGES])
         num_shown = sum(end <= third for end in ends)
         messages = record.messages[:num_shown]
@@ -381,15 +404,16 @@ class StepPage:
         }
 
     def tokens(self, rollout: PageRollout) -> dict[str, Any] | None:
-        """Returns lists with an entry for each sampled token; None if nobody could see where a
-        completion is cut.
+        """Returns the lists of token figures in the page, with an entry for each sampled token.
 
-        A list is null if its values are not known. A null `advantage` means the rollout's; a null
-        `mask` means that all tokens count. JSON has null for numbers that are not finite.
+        A list is null if its values are not known. A null `advantage` means that all tokens have
+        the rollout's; a null `mask` means that all tokens count. Numbers that are not finite are
+        null in JSON. Returns None if the completion is cut but its tokens cannot be.
         """
         record = rollout.record
-        is_cut = rollout.text["cut"] > 0
-        # An episode's turns count on all tokens. Without texts nobody sees where the middle is.
+        is_cut = rollout.fields["cut"] > 0
+        # The turns of an episode refer to all tokens. Without pieces it is not known which tokens
+        # belong to the text that was cut.
         if is_cut and (record.status is not None or self._pieces is None):
             return None
         texts = self._pieces.decode(record.completion_ids) if self._pieces is not None else None
@@ -401,9 +425,9 @@ class StepPage:
         }
         with suppress(ConfigError):
             scores = parse_scores(rollout.score_line or b"", "")
-            # Scores of another length are from another run's rollout.
+            # Scores of another length belong to a rollout of another run.
             if len(scores.difference) == len(record.completion_ids):
-                # Three digits are what the page shows; more would only take room.
+                # The page shows three digits; more would only take room.
                 for name, values in (
                     ("difference", scores.difference),
                     ("entropy", scores.entropy),
@@ -416,16 +440,18 @@ class StepPage:
         return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
 
     def fill(self) -> Counter[str]:
-        """Chooses rollouts, and returns the numbers of all; the result depends on the step alone.
+        """Chooses the rollouts that the page shows, as far as there is room; returns counts.
 
-        The most mismatched, the best, the worst and the failed rollouts come first, then their
-        tokens; then whole groups, other ones at each step; then single rollouts, spread evenly.
+        First come the texts of the most mismatched, the best, the worst and some failed rollouts,
+        then their tokens and further failed ones; then whole groups, different ones at each step;
+        then single rollouts, spread evenly.
+
+        The choice depends on the step and its room alone, not on time, so that the same page can be
+        made again.
         """
-        # Nothing here depends on time or on other steps, so a page can be made again.
         wanted = _wanted_rollouts(self.rollouts)
         order = list(wanted)
-        # First all texts, then all tokens: a text without tokens is worth more than
-        # tokens without the other texts.
+        # All these texts come before any tokens: another text is worth more than tokens.
         for index in order[:_NUM_EARLY]:
             self._add_text(index, wanted[index])
         for index in order[:_NUM_EARLY]:
@@ -442,19 +468,19 @@ class StepPage:
             if not self._add_text(index, "sampled"):
                 break
             self._add_tokens(index)
-        # How many rollouts were read, and are shown; how many are worth a look, and how many of
-        # these have no room; how many lines are broken.
         return Counter(
             read=len(self.rollouts),
             shown=len(self.shown),
             wanted=len(wanted),
-            hidden=num_hidden,
-            broken=self.errors.num,
+            hidden=num_hidden,  # of the wanted ones
+            broken=self.errors.num,  # lines and files
         )
 
     def _add_text(self, index: int, reason: str) -> bool:
-        """Adds a rollout to those shown. Returns False only if there is no room left: a line that
-        cannot be read is left out, and returns True."""
+        """Adds a rollout to those that are shown. Returns False if there is no room left.
+
+        A rollout whose line cannot be read is left out, and True is returned.
+        """
         if index in self.shown or index in self._broken:
             return True
         # A browser lists a few thousand rollouts without delay.
@@ -464,27 +490,28 @@ class StepPage:
         if rollout is None:
             self._broken.add(index)
             return True
-        # A group stores its prompt once, and pays for it there.
-        if not self._spend([rollout.text, rollout.prompt if reason != "group" else ""]):
+        # A group stores its prompt only once, so its size is not counted for each rollout.
+        if not self._spend([rollout.fields, rollout.prompt if reason != "group" else ""]):
             return False
         self.shown[index] = rollout
         return True
 
     def _add_tokens(self, index: int) -> bool:
-        """Shows the tokens of a shown rollout. Returns False if there is no room."""
+        """Adds the tokens of a rollout that is shown. Returns False if there is no room left."""
         rollout = self.shown.get(index)
-        if rollout is None or rollout.text["tokens"] is not None:
+        if rollout is None or rollout.fields["tokens"] is not None:
             return True
         if self._num_bytes_left <= 0:
             return False
         tokens = self.tokens(rollout)
         if tokens is None or self._spend(tokens):
-            rollout.text["tokens"] = tokens
+            rollout.fields["tokens"] = tokens
             return True
         return False
 
     def _spend(self, value: object) -> bool:
-        # Measured one by one: texts of one policy compress very differently.
+        """Reserves room for `value`. Returns False if there is not enough left."""
+        # Each value is measured: even texts of one policy compress very differently.
         size = compressed_size(value)
         if size > self._num_bytes_left:
             return False
@@ -492,6 +519,7 @@ class StepPage:
         return True
 
     def summarize_groups(self) -> list[Group]:
+        """Returns row and mean reward of each group of the step."""
         summaries = []
         for indices in self.groups:
             rewards = [self.rollouts[index].reward for index in indices]
@@ -502,11 +530,15 @@ class StepPage:
         return summaries
 
     def content(self) -> bytes:
-        """Returns the JSON of the step: a table by columns, and the shown rollouts."""
+        """Returns the JSON of the step: a table of all rollouts, and the texts that are shown.
+
+        In the table, `status` and `prompt` are indices into lists, and `shown` is the rollout's
+        index in "rollouts", or -1 if its text is not shown.
+        """
         shown_indices = sorted(self.shown)
         shown_numbers = {index: number for number, index in enumerate(shown_indices)}
         status_names = ["ok", *sorted({rollout.status for rollout in self.rollouts} - {"ok"})]
-        # By columns: a column of numbers compresses far better than rows of objects.
+        # Stored by columns, since a column of numbers compresses far better than rows of objects.
         table = {
             name: [getattr(rollout, name) for rollout in self.rollouts]
             for name in ("position", "sample", "row", "tokens", "finish")
@@ -529,26 +561,26 @@ class StepPage:
                 "table": table,
                 "status_names": status_names,
                 "prompts": prompts,
-                "rollouts": [self.shown[index].text for index in shown_indices],
+                "rollouts": [self.shown[index].fields for index in shown_indices],
             }
         )
 
 
 @lru_cache(maxsize=1)
 def open_folder(run_dir: Path) -> tuple[RunFolder, TokenPieces | None]:
-    """Returns the readers of a run, which a process opens once for all its tasks."""
+    """Returns the readers of a run's dumps and tokens; a process opens them once for all tasks."""
     return RunFolder(run_dir), read_pieces(run_dir)
 
 
 def spread_indices(num: int, max_indices: int) -> list[int]:
-    """Returns at most `max_indices` of the numbers below `num`, evenly, with first and last."""
+    """Returns at most `max_indices` numbers below `num`, evenly spread, both ends included."""
     spread = np.linspace(0, max(0, num - 1), min(num, max_indices)).round().astype(int)
     indices: list[int] = np.unique(spread).tolist()
     return indices
 
 
 def round_digits(value: float | None, num_digits: int) -> float | int | None:
-    """Returns a number with so many digits; as a whole number if it is one."""
+    """Returns a number rounded to `num_digits` significant digits; a whole number as an int."""
     if value is None:
         return None
     if value == int(value) and abs(value) < 10**num_digits:

@@ -19,6 +19,7 @@ from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 
 
 def main() -> None:
+    """Prints the page that the arguments ask for, with --follow again and again."""
     hold_standard_streams()
     args = _parse_arguments()
     try:
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def _number(low: int, high: int) -> Callable[[str], int]:
-    """Returns a reader of whole numbers from low to high."""
+    """Returns a parser of option values: whole numbers from `low` to `high`."""
 
     def read(text: str) -> int:
         if not (text.isdecimal() and low <= int(text) <= high):
@@ -47,12 +48,14 @@ def _number(low: int, high: int) -> Callable[[str], int]:
 
 
 def _text(text: str) -> str:
+    """Parses an option's value that must not be empty."""
     if not text:
         raise ArgumentTypeError("is empty; give a text to look for")
     return text
 
 
 def _parse_arguments() -> argparse.Namespace:
+    """Parses the command line. Exits with code 2 for options that exclude each other."""
     parser = OneLineParser(
         prog="python -m grpo_spmd.show",
         description="Show a run in the terminal: its state, what to look at, its curves; a step, "
@@ -93,7 +96,7 @@ def _parse_arguments() -> argparse.Namespace:
         help="draw again as the run goes on, until it ends or Ctrl-C",
     )
     args = parser.parse_args()
-    # An old step does not change, and a search of all steps takes too long to repeat.
+    # A finished step does not change, and a search of all steps takes too long to repeat.
     if args.follow and (args.step is not None or args.grep is not None):
         problem = "--follow shows the newest step, so it goes with neither --step nor --grep"
         parser.error(f"{problem}; leave one out")
@@ -109,7 +112,9 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
     step = args.step
     steps = {line["step"] for line in [*run.steps, *run.evaluations]} | set(run.dumped_steps)
     if step is not None and step not in steps:
-        remark = f"it has steps {min(steps)} to {max(steps)}" if steps else "no step is through yet"
+        remark = (
+            f"it has steps {min(steps)} to {max(steps)}" if steps else "no step has finished yet"
+        )
         raise ConfigError(f"--step {step}: {run.folder} has no such step; {remark}")
     if args.grep is not None:
         return search_lines(run, args.grep, step, terminal)
@@ -122,10 +127,10 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Draws the page when metrics.jsonl or the terminal changed, until the run has ended.
+    """Draws the page again when the run's files or the terminal have changed, until the run ends.
 
-    If stdout is no terminal, writes the page once, and then a line for each step. Raises
-    ConfigError if there is no run.
+    If stdout is no terminal, writes the page once, and then a line for each new step. Raises
+    ConfigError if there is no run, or if it has ended and does not have what was asked for.
     """
     last_step: int | None = None
 
@@ -142,7 +147,7 @@ def _follow(args: argparse.Namespace) -> None:
             except ConfigError as error:
                 if has_ended:
                     raise
-                # The first completions may be to come.
+                # What was asked for may still come, such as the first completions.
                 warning = terminal.excerpt(str(error), 4, styles="warning")
                 lines = [*state_lines(run, terminal), *warning]
             if terminal.is_tty:

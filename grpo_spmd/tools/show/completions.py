@@ -1,8 +1,9 @@
 """Shows recorded completions in the terminal, whole or as excerpts.
 
-The file has three parts: helpers that all pages share (filters of raw lines, texts of messages,
-errors of reading); TokenDifferences, which describes and colours tokens by the difference between
-the logprobs of engine and policy; and the pages of the best and the worst completions of a step.
+The file has three parts: helpers that all pages share (filters for lines of dumps, texts of
+messages, read errors); TokenDifferences, which describes and colours tokens by the difference
+between the logprobs of engine and policy; and the pages of the best and the worst completions of a
+step.
 """
 
 from __future__ import annotations
@@ -27,21 +28,23 @@ from grpo_spmd.tools.show.overview import is_drawable, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
 _MAX_LISTED_STEPS = 8
+# Returns False for a line of a dump that need not be parsed.
 LineFilter = Callable[[bytes], bool]
 _MAX_COLOURED_CHARS = 1 << 24
-_STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))  # (from so many bounds on, style)
+# The style of a token whose difference is at least so many times the bound.
+_STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))
 _INDENT = 2
 _MAX_TEXT_COLUMNS = 120
-# Lines of a text that is not shown in full.
+# How many lines of a long text are shown at its beginning and its end.
 _HEAD_LINES = 14
 _TAIL_LINES = 10
 _MAX_MESSAGES = 40
-_MAX_COLUMNS = 12  # of a data row
+_MAX_COLUMNS = 12  # of a row of the data set
 _FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
-    """Yields what could not be read from a run's dumps; nothing if all was read."""
+    """Yields warnings about dumps that could not be read; nothing if all were read."""
     if errors.num_missing:
         warning = f"{errors.num_missing} rollouts of the step are not in its files"
         yield from terminal.excerpt(f"{warning}; each node wrote one file", 2, styles="warning")
@@ -51,37 +54,40 @@ def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
 
 
 def contains_text(text: str) -> LineFilter | None:
-    """Returns a filter for raw lines that may contain `text` in upper or lower case.
+    """Returns a filter for JSON lines that may contain `text`, in upper or lower case.
 
-    Returns None if raw bytes cannot tell, because JSON may escape the text's characters.
+    Returns None if every line must be parsed to know.
     """
-    # JSON may write other characters as escapes or as themselves.
+    # JSON may write a character beyond ASCII as an escape or as itself.
     if not text.isascii():
         return None
-    # As JSON writes the text: quotes and control characters are escaped there.
+    # The text as JSON writes it, with quotes and control characters escaped.
     needle = json.dumps(text)[1:-1].lower().encode()
     return lambda line: needle in line.lower()
 
 
 def text_pattern(text: str) -> re.Pattern[str]:
-    """Returns a pattern for `text` in upper or lower case; ASCII text matches ASCII only."""
+    """Returns a pattern that finds `text` in upper or lower case.
+
+    ASCII text matches ASCII only (no U+017F for s), as in `contains_text`.
+    """
     return re.compile(re.escape(text), re.IGNORECASE | (re.ASCII if text.isascii() else 0))
 
 
 def has_row(row: int) -> LineFilter:
-    """Returns a filter for raw lines from that row of the data set."""
-    # After the number something else must follow, or row 1 would match row 10.
+    """Returns a filter for JSON lines of rollouts whose prompt is row `row` of the data set."""
+    # The number must end there, or row 1 would match row 10.
     pattern = re.compile(rb'"row": ?%d[,}\s]' % row)
     return lambda line: pattern.search(line) is not None
 
 
 def prompt_text(prompt: str | Sequence[Any]) -> str:
-    """Returns a prompt as one text: a string, or the contents of its chat messages."""
+    """Returns a prompt as one text; the contents of a chat's messages are joined by newlines."""
     return prompt if isinstance(prompt, str) else "\n".join(map(message_text, prompt))
 
 
 def message_text(message: object) -> str:
-    """Returns the content of a chat message as text; as JSON if it is no text."""
+    """Returns the content of a chat message as text, or as JSON if it is no text."""
     content = message.get("content") if isinstance(message, Mapping) else message
     # Content may be a list of parts, as in multimodal chats.
     if isinstance(content, list) and all(isinstance(p, Mapping) and "text" in p for p in content):
@@ -90,7 +96,7 @@ def message_text(message: object) -> str:
 
 
 def as_text(value: object) -> str:
-    """Returns a text unchanged, anything else from a dump as JSON."""
+    """Returns a string unchanged, and any other value of a dump as JSON."""
     try:
         return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (RecursionError, ValueError):  # nested more deeply than JSON can be written
@@ -98,13 +104,13 @@ def as_text(value: object) -> str:
 
 
 def describe_steps(steps: Sequence[int]) -> str:
-    """Returns in words which steps have completions."""
+    """Returns in words which steps have recorded completions."""
     if not steps:
-        return "there are none of any step (logging.rollouts_every_steps)"
+        return "no step has any (logging.rollouts_every_steps)"
     names = list(map(str, steps[:_MAX_LISTED_STEPS]))
     if len(steps) > _MAX_LISTED_STEPS:
         names += ["...", str(steps[-1])]
-    return f"there are those of the steps {', '.join(names)}"
+    return f"steps with completions: {', '.join(names)}"
 
 
 def find_dumped_step(run: RecordedRun, step: int | None) -> int:
@@ -115,22 +121,28 @@ def find_dumped_step(run: RecordedRun, step: int | None) -> int:
     steps = run.dumped_steps
     wanted = steps[-1] if step is None and steps else step
     if wanted is None or wanted not in steps:
-        problem = "no completions" if step is None else f"--step {step}: no completions of it"
+        problem = (
+            "no completions" if step is None else f"--step {step}: no completions of this step"
+        )
         raise ConfigError(f"{problem} are in {run.folder}/rollouts; {describe_steps(steps)}")
     return wanted
 
 
 class TokenDifferences:
-    """The recorded token scores of some rollouts of one step."""
+    """The differences between the policy's and the engine's logprobs, for each token.
+
+    They are those that the run recorded (token_scores/) of some rollouts of one step.
+    """
 
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
     ) -> None:
-        # The bound of a step's mean. A single token may exceed it by far in a run that is fine.
+        """Reads the scores of `records`, which are rollouts of the step; `errors` is added to."""
+        # The bound of the mean over a step. In a healthy run single tokens may exceed it by far.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
         num_tokens = {record.rollout_id: len(record.completion_ids) for record in records}
-        # Scores of another length are from another run's rollout.
+        # Scores of another length belong to a rollout of another run.
         self._scores: dict[int | None, TokenScores] = {
             scores.rollout_id: scores
             for _, scores in run.files.scores(step, errors)
@@ -138,15 +150,15 @@ class TokenDifferences:
         }
 
     def legend_lines(self, terminal: Terminal) -> Iterator[Line]:
-        """Yields the meaning of the colours, if there are any."""
+        """Yields a legend of the colours, if any token can be coloured."""
         if terminal.has_colour and self._scores and self._pieces:
             near = f"policy and engine {number(self._bound)} nats apart or more"
             legend = f"tokens in yellow: {near}; in red: {number(10 * self._bound)}"
             yield from terminal.excerpt(legend, 2, styles="dim")
 
     def describe(self, record: RolloutRecord) -> str:
-        """Returns the mean and the largest difference of the policy's and the engine's logprobs,
-        with the token of the largest, as text; "" if nothing was recorded."""
+        """Returns the mean and the largest difference of a rollout as text, with the token that has
+        the largest. Returns "" if no differences of the rollout were recorded."""
         scores = self._scores.get(record.rollout_id)
         if scores is None or not len(scores.difference):
             return ""
@@ -154,7 +166,7 @@ class TokenDifferences:
         index = int(sizes.argmax())
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         piece = f" {pieces[index]!r:.40}" if pieces and pieces[index] else ""
-        # None: not finite.
+        # None stands for a mean that is not finite.
         mean = "inf" if scores.difference_mean is None else number(scores.difference_mean)
         return (
             f"policy - engine: mean {mean}, largest {number(float(sizes[index]))} nats "
@@ -162,10 +174,10 @@ class TokenDifferences:
         )
 
     def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
-        """Returns the completion as the text of its tokens, and the style of each character.
+        """Returns the completion, decoded from its tokens, and the style of each character.
 
-        An episode's turns stand below each other. If the tokens do not make the recorded text,
-        that text is returned without colours.
+        A newline is put between the turns of an episode. If nothing was recorded of the rollout,
+        or if the decoded tokens differ from the recorded text, that text is returned with no style.
         """
         scores = self._scores.get(record.rollout_id)
         if scores is None or self._pieces is None:
@@ -173,7 +185,7 @@ class TokenDifferences:
         pieces = self._pieces.decode(record.completion_ids)
         if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
-        # An episode has a text for each sampled turn.
+        # The indices of tokens that begin another turn of an episode.
         turns = [turn for turn in record.turns if turn["sampled"]]
         breaks = set(np.cumsum([len(turn["token_ids"]) for turn in turns])[:-1].tolist())
         texts: list[str] = []
@@ -184,7 +196,7 @@ class TokenDifferences:
                 texts.append("\n")
                 styles.append("")
             texts.append(piece)
-            # NaN is beyond all bounds.
+            # `not <`, so that NaN counts as beyond every bound.
             style = next((style for bound, style in _STYLES if not size < bound), "")
             styles += [style] * len(piece)
         text = "".join(texts)
@@ -198,8 +210,8 @@ class TokenDifferences:
 
 
 def text_lines(text: str, terminal: Terminal, styles: Styles = "") -> Iterator[Line]:
-    """Yields a text that a model or a data set wrote, behind a margin."""
-    # Very long lines are hard to read, so prose does not use a wide terminal.
+    """Yields the indented lines of a text of any length; the middle of a long one is left out."""
+    # Very long lines are hard to read, so the text does not use all of a wide terminal.
     narrow = terminal.resized(min(terminal.columns, _MAX_TEXT_COLUMNS))
     return narrow.excerpt(text, _HEAD_LINES, _TAIL_LINES, indent=2 * _INDENT, styles=styles)
 
@@ -207,14 +219,14 @@ def text_lines(text: str, terminal: Terminal, styles: Styles = "") -> Iterator[L
 def ranked_completions(
     run: RecordedRun, step: int | None, num: int, is_best: bool, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the `num` completions of a step with the highest or the lowest reward.
+    """Yields the page of the `num` completions of a step with the highest or the lowest reward.
 
-    Equal ones are ordered by their distance from the group's mean; those without a reward come
-    last. Raises ConfigError if the step has no completions.
+    Completions of equal reward are ordered by their advantage; those without a reward come last.
+    Raises ConfigError if the step has no completions.
     """
     step = find_dumped_step(run, step)
     errors = ReadErrors()
-    # Counted while they pass, since the dump is read only once.
+    # Counted while the dump is read, since it is read only once.
     num_records = 0
 
     def counted_records() -> Iterator[RolloutRecord]:
@@ -223,7 +235,7 @@ def ranked_completions(
             num_records += 1
             yield record
 
-    # A heap, because all completions of a step may not fit into memory.
+    # nsmallest keeps only `num` records: all completions of a step may not fit into memory.
     records = heapq.nsmallest(num, counted_records(), key=lambda record: _rank(record, is_best))
     differences = TokenDifferences(run, step, records, errors)
     word = "best" if is_best else "worst"
@@ -238,8 +250,9 @@ def ranked_completions(
 
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
+    """Returns a sort key, which is smallest for the best completion, or for the worst."""
     sign = -1.0 if is_best else 1.0
-    # Other people's files may hold NaN, which has no place in an order.
+    # Other people's files may hold NaN, which cannot be sorted.
     reward, advantage = (
         sign * value if value is not None and is_drawable(value) else None
         for value in (record.reward, record.advantage)
@@ -254,10 +267,10 @@ def completion_lines(
     terminal: Terminal,
     has_prompt: bool = True,
 ) -> Iterator[Line]:
-    """Yields one completion with its figures, its prompt and what went wrong."""
+    """Yields one completion: its facts, its prompt, its messages or text, and its error if any."""
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.line(title, "title")
-    # As many whole facts on a line as fit.
+    # Put as many facts on a line as fit without cutting one.
     line = ""
     for fact in _facts(record):
         # A reward's name may be longer than the terminal is wide.
@@ -277,7 +290,7 @@ def completion_lines(
     text: str = record.completion
     styles: Styles = ""
     if terminal.has_colour:
-        # Without colours the recorded text is shown, not the tokens' text.
+        # Only colours need the text of the tokens; otherwise the recorded text is shown.
         text, styles = differences.coloured_text(record)
     if not record.messages or any(styles):
         title = "sampled tokens" if record.messages else "completion"
@@ -300,7 +313,7 @@ def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
 
 
 def _facts(record: RolloutRecord) -> Iterator[str]:
-    """Yields the reward, its components, and how sampling ended."""
+    """Yields reward, advantage, reward components, length, and how sampling ended, as texts."""
     yield f"reward {number(record.reward)}"
     sign = "+" if (record.advantage or 0) > 0 else ""
     yield f"advantage {sign}{number(record.advantage)}"
@@ -321,7 +334,7 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
 
 def _message_lines(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
     """Yields a conversation; the middle of a long one is left out."""
-    # The beginning has the task, the end has the answer.
+    # The beginning has the task and the end has the answer, so both are shown.
     half = _MAX_MESSAGES // 2
     if len(messages) > 2 * half and not terminal.is_full:
         note = {"role": f"{len(messages) - 2 * half} messages left out (--full shows them)"}
@@ -330,7 +343,7 @@ def _message_lines(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line
         fields = message if isinstance(message, Mapping) else {}
         speaker = f"{as_text(fields.get('role', 'message'))} {as_text(fields.get('name', ''))}"
         yield terminal.line(speaker.rstrip(), "role", _INDENT)
-        # The names that chat templates use for thoughts.
+        # The fields in which chat templates keep a model's thoughts.
         for name in ("reasoning_content", "thinking"):
             thought = fields.get(name)
             if isinstance(thought, str) and thought:

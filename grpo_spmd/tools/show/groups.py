@@ -1,8 +1,8 @@
 """Pages about groups: those of one step, one prompt over the steps, and a search for a text.
 
 A group is the completions of one prompt at one step; a prompt is a row of the data set. The page of
-a step also has its metrics in blocks, and memory by phase. A search shows the newest steps first,
-and counts the matches at each step.
+a step also has the step's metrics and its memory by phase. A search shows matches of the newest
+steps first, and counts the matches at each step.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _FIRST_BLOCKS = (
     "rollout",
 )
 _MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
-_NUM_GROUPS = 12  # of the worst and of the best groups of a step
+_NUM_GROUPS = 12  # how many of the worst and of the best groups of a step are shown
 GROUP_COLUMNS = (
     Column("n", 5),
     Column("mean", 8),
@@ -65,28 +65,29 @@ GROUP_COLUMNS = (
     Column("  rewards", 10, "<", style="curve"),
 )
 PROMPT_COLUMN = Column("  prompt", align="<")
-_MAX_ROWS = 200  # that are searched for
-_NUM_ROWS = 12
+_MAX_ROWS = 200  # a search for prompts stops at so many rows of the data set
+_NUM_ROWS = 12  # of which so many are listed
 _NUM_STEPS = 12
 _MAX_PROMPT_CHARS = 400  # in a list
-_MAX_SHOWN = 20
+_MAX_SHOWN = 20  # matches of a search for completions
 _MAX_SHOWN_PER_STEP = 5
 _CONTEXT_CHARS = 100  # on each side of a match
-_MAX_MARKED = 1000
+_MAX_MARKED = 1000  # marked matches in one text
 
 
 @dataclass
 class PromptGroup:
-    """The completions of one prompt at one step, as rows of figures."""
+    """Statistics of the completions of one prompt at one step."""
 
     row: int
     prompt: str
-    num: int = 0
-    rewards: list[float] = field(default_factory=list)  # the known ones
-    num_cut: int = 0
+    num: int = 0  # completions
+    rewards: list[float] = field(default_factory=list)  # of completions that have one
+    num_cut: int = 0  # completions that were cut off at a limit of length
     mismatch: float | None = None  # the largest |policy - engine| of a trained token, in nats
 
     def add(self, record: RolloutRecord, mismatch: float | None = None) -> None:
+        """Counts a completion; `mismatch` is its largest |policy - engine| if it is known."""
         self.num += 1
         if record.reward is not None and is_drawable(record.reward):
             self.rewards.append(record.reward)
@@ -99,21 +100,24 @@ class PromptGroup:
         return statistics.fmean(self.rewards) if self.rewards else None
 
     def cells(self, scale: tuple[float, float]) -> list[str]:
-        """Returns what a table has of it below GROUP_COLUMNS; `scale` is low and high."""
-        # The standard deviation with n - 1, as in advantages.
+        """Returns the cells of this group for GROUP_COLUMNS.
+
+        `scale` is the lowest and the highest reward of the histogram.
+        """
+        # The standard deviation is that of n - 1, as in advantages.
         spread = statistics.stdev(self.rewards) if len(self.rewards) > 1 else None
         figures = [str(self.num), number(self.mean), number(spread)]
         return [*figures, f"{self.num_cut / self.num:.0%}", f"  {histogram(self.rewards, *scale)}"]
 
 
 def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
-    """Returns the lowest and the highest reward: one scale, to compare the groups' histograms."""
+    """Returns the lowest and the highest reward of all groups, the scale of their histograms."""
     rewards = [reward for group in groups for reward in group.rewards]
     return min(rewards, default=0.0), max(rewards, default=0.0)
 
 
 def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
-    """Yields the page of one step."""
+    """Yields the page of one step: its metrics, its time and memory by phase, and its groups."""
     metrics = next((line for line in run.steps if line["step"] == step), {})
     evaluation = next((line for line in run.evaluations if line["step"] == step), {})
     total = f" of {run.num_steps}" if run.num_steps else ""
@@ -123,7 +127,7 @@ def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line
         yield from time_lines([metrics], terminal)
     phases = matching_metrics([metrics], r"memory/(.+)/peak_gib")
     if phases:
-        # A row for each phase, in GiB of the fullest rank.
+        # A row for each phase; a figure is that of the rank that has the most.
         width = 12 if terminal.columns >= 78 else 9
         titles = [kind.replace("_used", "")[: width - 1] for kind in _MEMORY_KINDS]
         columns = [Column("memory (GiB)", 14, "<"), *(Column(title, width) for title in titles)]
@@ -136,25 +140,25 @@ def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line
     if step in run.dumped_steps:
         yield from _group_lines(run, step, terminal)
     else:
-        warning = f"no completions of step {step} are there; {describe_steps(run.dumped_steps)}"
+        warning = f"no completions of step {step} were recorded; {describe_steps(run.dumped_steps)}"
         yield terminal.line(warning, "warning")
 
 
 def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
-    """Yields metrics below the first part of their names, in as many columns as fit."""
+    """Yields metrics in blocks by the first part of their names, in as many columns as fit."""
     num_columns = max(1, terminal.columns // 40)
     label = (terminal.columns - 2) // num_columns - 12
-    # A fixed order for the usual blocks; other metrics follow as the run wrote them.
+    # The usual blocks have a fixed order; others follow in the order of metrics.jsonl.
     blocks: dict[str, list[str]] = {name: [] for name in _FIRST_BLOCKS}
     for name in metrics:
         block, slash, _ = name.partition("/")
-        # Memory and the phases' times have tables of their own.
+        # Memory and the times of phases are shown in separate tables.
         if slash and block != "memory" and not re.fullmatch(r"time/(?!wall)\w+_s", name):
             blocks.setdefault(block, []).append(name)
     for block, names in blocks.items():
         if names:
             yield terminal.line(block, "role")
-        num_rows = -(-len(names) // num_columns)
+        num_rows = -(-len(names) // num_columns)  # rounded up
         for row in range(num_rows):
             line = Line("  ")
             for name in names[row::num_rows]:
@@ -164,8 +168,9 @@ def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 
 def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
+    """Yields a table of a step's groups, the lowest mean reward first."""
     errors = ReadErrors()
-    # A step's largest differences are one number a rollout, so they fit into memory.
+    # The largest difference of each rollout: one number, so all of a step fit into memory.
     mismatches: dict[int | None, float] = {
         scores.rollout_id: math.inf if scores.difference_max is None else scores.difference_max
         for _, scores in run.files.scores(step, errors)
@@ -176,7 +181,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
             prompt = prompt_text(record.prompt)[:_MAX_PROMPT_CHARS]
             groups_by_position[record.position] = PromptGroup(record.row, prompt)
         groups_by_position[record.position].add(record, mismatches.get(record.rollout_id))
-    # The prompts that need a look come first; groups without a reward last.
+    # Groups with a low mean come first, since they need a look; groups without a reward come last.
     groups = [groups_by_position[position] for position in sorted(groups_by_position)]
     groups.sort(key=lambda group: (group.mean is None, group.mean or 0.0))
     scale = reward_scale(groups)
@@ -190,7 +195,7 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
         [number(group.row), *group.cells(scale), number(group.mismatch), f"  {group.prompt}"]
         for group in groups
     ]
-    # Both ends are interesting: the worst and the best groups.
+    # Of many groups the worst and the best are shown; the first line of the table is its titles.
     yield from terminal.elide(terminal.table(columns, rows), _NUM_GROUPS + 1, _NUM_GROUPS)
     num_unscored = num_completions - sum(len(group.rewards) for group in groups)
     if num_unscored:
@@ -202,12 +207,12 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
 
 
 def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict[int, PromptGroup]]:
-    """Returns the groups by step of each row of that number, or whose prompt contains `wanted` in
-    any case.
+    """Returns for each matching prompt its groups by step, at most _MAX_ROWS prompts.
 
-    The number of rows is bounded.
+    A prompt matches if `wanted` is the number of its row, or else if it contains the text `wanted`,
+    in upper or lower case.
     """
-    # A number of at most 18 digits fits in 64 bits; a longer one is a text.
+    # A number of at most 18 digits fits into 64 bits; a longer one is looked for as a text.
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
     pattern = text_pattern(wanted)
     line_filter = contains_text(wanted) if row is None else has_row(row)
@@ -216,7 +221,7 @@ def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict
         for _, record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
-            # The bound is on rows: of a row that is known, all steps count.
+            # The limit is on rows: of a row that was found, every further step counts.
             if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
                 groups = prompts.setdefault(record.row, {})
                 group = PromptGroup(record.row, text[:_MAX_PROMPT_CHARS])
@@ -227,12 +232,12 @@ def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict
 def prompt_page(
     run: RecordedRun, wanted: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the page of one prompt, or a list if several match.
+    """Yields the page of the prompt that `wanted` names, or a list of prompts if several match.
 
     Raises ConfigError if no dump has such a prompt.
     """
     errors = ReadErrors()
-    # Raises for a step without completions, before everything is read.
+    # Raises ConfigError if the step has no completions, before all dumps are read.
     find_dumped_step(run, step)
     prompts = find_prompts(run, wanted, errors)
     if not prompts:
@@ -242,7 +247,7 @@ def prompt_page(
     if len(prompts) == 1:
         yield from _prompt_history(run, prompts[0], step, terminal)
     else:
-        # At the bound the search stopped adding rows.
+        # At this limit the search added no further rows.
         more = " or more" if len(prompts) == _MAX_ROWS else ""
         yield terminal.line(f"{len(prompts)}{more} prompts; --prompt ROW shows one", "title")
         columns = [Column("row", 8), Column("steps", 7), Column("first", 8), Column("last", 8)]
@@ -259,10 +264,13 @@ def prompt_page(
 def _prompt_history(
     run: RecordedRun, groups: Mapping[int, PromptGroup], step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the page of one prompt, whose groups are given by step."""
+    """Yields the page of one prompt: its rewards over the steps, and its completions at `step`.
+
+    `groups` has the prompt's group at each step. If `step` is None, the newest of them is taken.
+    """
     step = max(groups) if step is None else step
     row = groups[max(groups)].row
-    errors = ReadErrors()  # not shown: the search for the prompt has said them
+    errors = ReadErrors()  # not shown: `prompt_page` shows those of its search
     dump = run.files.rollouts(step, errors=errors, is_wanted=has_row(row))
     records = [record for _, record in dump if record.row == row]
     title = f"row {number(row)}: sampled at {len(groups)} of "
@@ -270,7 +278,7 @@ def _prompt_history(
     if records:
         yield from prompt_lines(records[0], terminal)
     yield Line()
-    # The curve of the mean reward, and a row for each step; the newest are what one wants to see.
+    # The curve of the mean reward, then a row for each of the newest steps.
     label = label_width(terminal)
     means = [group.mean for group in groups.values()]
     drawn = terminal.text(curve(means, terminal.columns - label - 28), "curve")
@@ -294,34 +302,34 @@ def _prompt_history(
 def search_lines(
     run: RecordedRun, text: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields completions that contain `text`, ignoring case, then how many each step has.
+    """Yields completions that contain `text`, ignoring case, then the number of them at each step.
 
-    In an episode, what was answered to the policy is searched too. Raises ConfigError if the step
-    has no completions.
+    In an episode, the answers of tools and the environment are searched too. Searches all steps if
+    `step` is None. Raises ConfigError if the step has no completions.
     """
     errors = ReadErrors()
     pattern = text_pattern(text)
-    # The newest step first: the present policy is what matters most.
+    # The newest step first, since the present policy matters most.
     steps = [find_dumped_step(run, step)] if step is not None else run.dumped_steps[::-1]
     counts: dict[int, int] = {}
     num_shown = 0
-    # Without a single step this raises ConfigError.
+    # If no step has completions, find_dumped_step raises ConfigError.
     for searched_step in steps or [find_dumped_step(run, None)]:
         counts[searched_step] = 0
         for _, record in run.files.rollouts(
             searched_step, errors=errors, is_wanted=contains_text(text)
         ):
-            # What tools answered is in messages alone.
+            # The answers of tools are in the messages only.
             texts = [record.completion, *map(message_text, record.messages)]
             match = next(filter(None, map(pattern.search, texts)), None)
             if match is None:
                 continue
             counts[searched_step] += 1
-            # Each step shows a few, so that one step does not fill the page.
+            # A search of all steps shows a few matches of each, so that one does not fill the page.
             has_room = num_shown < _MAX_SHOWN and (
                 step is not None or counts[searched_step] <= _MAX_SHOWN_PER_STEP
             )
-            # --full shows all matches.
+            # With --full all matches are shown.
             if terminal.is_full or has_room:
                 num_shown += 1
                 title = f"step {searched_step}, row {number(record.row)}, sample "
@@ -333,7 +341,10 @@ def search_lines(
 
 
 def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields the text around the first match, with matches marked by a style, or by >> and <<."""
+    """Yields the text around `match` (all of it with --full), in which all matches are marked.
+
+    They are marked by a colour, or without colours by >> and <<.
+    """
     text = match.string
     if not terminal.is_full:
         begin = max(0, match.start() - _CONTEXT_CHARS)
@@ -355,6 +366,7 @@ def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
 def _summary(
     counts: Mapping[int, int], text: str, num_shown: int, terminal: Terminal
 ) -> Iterator[Line]:
+    """Yields how many completions match in all, and a curve of `counts`, the matches by step."""
     steps = sorted(counts)
     matching_steps = [step for step in steps if counts[step]]
     total = sum(counts.values())
@@ -369,7 +381,7 @@ def _summary(
     if len(steps) > 1:
         values = [counts[step] for step in steps]
         label = label_width(terminal)
-        # Peaks, since single matches would vanish in means of many steps.
+        # Draw the peaks, since single matches would vanish in a mean over many steps.
         drawn = terminal.text(curve(values, terminal.columns - label - 16, is_peak=True), "curve")
         yield Line.assemble(terminal.pad("of each step", label), drawn, f"  most {max(values)}")
     if num_shown < total:

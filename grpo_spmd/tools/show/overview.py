@@ -1,7 +1,7 @@
 """Shows a run on one screen: its state, findings, curves, and where the time goes.
 
-The first part are pure functions that all pages share: charts that are one row high, and numbers of
-at most seven characters.
+The first part of the file has pure functions that all pages share: charts that are one row high,
+and numbers of at most seven characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 Value = float | int | None
 MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them would be infinite
 _MAX_FINDING_LINES = 24
-_MAX_CURVES = 8  # of components of the reward; of evaluations
+_MAX_CURVES = 8  # at most so many for components of the reward, and as many for evaluations
 _REPORT_LINES = 12
 _GOOD_STATES = ("done", "running")
 _BAD_STATES = ("failed", "killed")
@@ -30,10 +30,11 @@ _FIGURE_WIDTH = 8  # columns of a number and the space before it
 
 
 def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
-    """Returns one character for each value, between the smallest and the largest drawn value.
+    """Returns `values` as a row of bars, of at most `width` characters.
 
-    If there are more values than columns, a character stands for the mean of neighbours, or for
-    the largest of them if `is_peak`. A space means that no value is known.
+    The lowest bar is the smallest drawn value, the highest bar the largest. If there are more
+    values than columns, a bar is the mean of neighbouring values, or the largest of them if
+    `is_peak`. A space means that no value is known.
     """
     drawn = bin_values(values, width, is_peak)
     finite = [value for value in drawn if value is not None]
@@ -46,12 +47,12 @@ def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
 
 
 def bar(frac: float, width: int) -> str:
-    """Returns a bar that fills `frac` of `width` columns, rounded."""
+    """Returns a horizontal bar that fills the fraction `frac` of `width` columns."""
     return BARS[-1] * round(min(1.0, max(0.0, frac)) * width)
 
 
 def histogram(values: Sequence[float], low: float, high: float, width: int = 8) -> str:
-    """Returns the number of values in each of `width` bins of low..high as heights.
+    """Returns a histogram as a row of bars, one for each of `width` bins from `low` to `high`.
 
     A space means that the bin is empty.
     """
@@ -62,9 +63,10 @@ def histogram(values: Sequence[float], low: float, high: float, width: int = 8) 
 
 
 def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float | None]:
-    """Returns at most `width` values, each from equally many neighbours, or from one more.
+    """Merges neighbouring values, so that at most `width` of them remain.
 
-    None stands for neighbours without a finite value.
+    Each result is the mean of a bin, or its largest value if `is_peak`; the sizes of the bins
+    differ by at most one. The result is None for a bin without a finite value.
     """
     floats = [math.nan if v is None or not is_drawable(v) else float(v) for v in values]
     bins: list[float | None] = []
@@ -76,7 +78,7 @@ def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float
 
 
 def fraction(value: float, low: float, high: float) -> float:
-    """Returns how far `value` is from `low` to `high`, 0 to 1; 0.5 if these are equal."""
+    """Returns the position of `value` between `low` (0) and `high` (1); 0.5 if these are equal."""
     return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
 
 
@@ -86,7 +88,10 @@ def is_drawable(value: float | int) -> bool:
 
 
 def number(value: object) -> str:
-    """Returns a number in at most 7 characters: 4 digits, or a power of ten."""
+    """Returns a number as text of at most 7 characters: with 4 digits, or with an exponent.
+
+    Returns "-" for anything that is no number.
+    """
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "-"
     if not is_drawable(value):
@@ -94,7 +99,7 @@ def number(value: object) -> str:
     size = abs(value)
     if value == 0 or (isinstance(value, int) and size < 1_000_000):
         return str(int(value))
-    # These bounds are where rounding to 4 digits would need an eighth character.
+    # Beyond these bounds, after rounding to 4 digits, the text would have an eighth character.
     if 0.0009995 <= size < 999_999.5:
         digits = min(4, max(0, 3 - math.floor(math.log10(size))))
         text = f"{value:.{digits}f}"
@@ -104,17 +109,18 @@ def number(value: object) -> str:
 
 
 def _short_exponent(text: str) -> str:
+    """Returns a number such as 1.5e+09 without the plus sign and leading zeros: 1.5e9."""
     mantissa, exponent = text.split("e")
     return f"{mantissa}e{int(exponent)}"
 
 
 class CurveRow(NamedTuple):
-    """One row of the curves: its label and its metric."""
+    """One row of the table of curves: its label and the metric that it draws."""
 
     label: str
     metric: str
-    is_peak: bool = False  # of several steps the largest value is drawn, not their mean
-    is_optional: bool = False  # hidden if it was always 0: it belongs to a feature that may be off
+    is_peak: bool = False  # a bar for several steps shows the largest value, not the mean
+    is_optional: bool = False  # hidden if it was always 0, as of a feature that is off
 
 
 _CURVES = (
@@ -136,7 +142,7 @@ _CURVES = (
 
 
 def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the page of a run."""
+    """Yields the page of a run: state, findings, curves, time by phase, reports and a hint."""
     yield from state_lines(run, terminal)
     yield from _finding_lines(run, terminal)
     if run.steps:
@@ -146,11 +152,11 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         yield from time_lines(run.steps, terminal)
         yield from newest_lines(run, terminal)
     if run.state in _BAD_STATES or not run.steps:
-        # The beginning of the reports on a failed or hanging run.
+        # The reports of the doctor on a failed or hanging run.
         for name, text in run.reports.items():
             yield Line()
             yield terminal.line(f"logs/{name}", "bad")
-            # Its end says what stopped the ranks.
+            # The end of a report says what stopped the ranks, so it is shown too.
             yield from terminal.excerpt(text, _REPORT_LINES - 6, 6, indent=2)
     if run.steps:
         hint = f"more: --step {run.last_step}"
@@ -163,8 +169,8 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the state of a run, and what it runs on."""
-    # A preempted or silent run is neither.
+    """Yields the state of a run, its model, its ranks and devices, and its start."""
+    # A run may be neither good nor bad, such as a preempted or silent one.
     style = "good" if run.state in _GOOD_STATES else "warning"
     if run.state in _BAD_STATES:
         style = "bad"
@@ -172,7 +178,7 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     yield from terminal.hang(Line.assemble(name, "  "), run.why, style)
     facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
     num_ranks = run.launch.get("world_size")
-    # launches.jsonl may be another version's: facts of another type are left out.
+    # Another version may have written launches.jsonl: facts of another type are left out.
     if type(num_ranks) is int:
         devices = run.launch.get("devices")
         names = ", ".join(map(str, devices)) if isinstance(devices, Mapping) else ""
@@ -187,13 +193,14 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    entries: list[tuple[str, str]] = []
+    """Yields the findings of the diagnosis, then the run's checks of itself."""
+    entries: list[tuple[str, str]] = []  # level and text
     for finding in list_findings(run):
-        # The state's line has told why the run ended.
+        # `state_lines` has already said why the run ended.
         if finding.text != run.why:
             suffix = f" (from step {finding.step})" if finding.step is not None else ""
             entries.append((finding.level, f"{finding.title}{suffix}: {finding.text}"))
-    # Checks that are not well get a line each; all others share one.
+    # A check that has failed or is near its bound gets a line; those that hold share one line.
     names = []
     for check in list_checks(run):
         if check.level == "ok":
@@ -217,7 +224,7 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     titles = ("first", "last", "min", "max")
     columns = [Column("", label_columns, "<"), Column(steps, width, "<", style="curve")]
     columns += [Column(title, _FIGURE_WIDTH) for title in titles]
-    # A single component is the reward itself.
+    # A single component is the same curve as the reward.
     components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
     if len(components) == 1:
         components = []
@@ -239,11 +246,14 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterator[Line]:
-    """Yields a bar for each phase's time in all `lines` together, the longest first."""
+    """Yields a bar for each phase's share of the time of all `lines`, the longest first.
+
+    `lines` are steps of metrics.jsonl. Phases of less than 0.5 % are left out.
+    """
     total = _total_seconds("time/step_s", lines)
     if total <= 0:
         return
-    # These are totals and times of day, not phases.
+    # time/step_s, time/wall_s and time/unix_s are a total and clocks, not phases.
     names = set(matching_metrics(lines, r"time/(\w+)_s")) - {"step", "wall", "unix"}
     seconds = {name: _total_seconds(f"time/{name}_s", lines) for name in names}
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
@@ -263,17 +273,19 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
 
 
 def _total_seconds(name: str, lines: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the sum of a metric over `lines`, without values that cannot be a time."""
     values = (line.get(name) or 0.0 for line in lines)
     return math.fsum(value for value in values if 0 <= value < 1e12)
 
 
 def label_width(terminal: Terminal) -> int:
+    """Returns the number of columns for the labels left of curves and bars."""
     return 18 if terminal.columns >= 76 else 14
 
 
 def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the last step as the run's own console shows it; nothing if there is no room."""
-    # The console reads these two, which early versions did not write.
+    """Yields the last step as the run's own console prints it; nothing if it is too wide."""
+    # The console needs these two metrics, which early versions did not write.
     metrics = {"optim/updates": None, "optim/skipped_updates": None, **run.steps[-1]}
     header, line = Console(run.num_steps or run.last_step).lines(metrics)
     if len(header) <= terminal.columns:

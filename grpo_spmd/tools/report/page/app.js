@@ -1,5 +1,5 @@
 "use strict";
-// The frame: what the address says is shown, header and keys change the address. Loaded last.
+// The frame: it shows what the address names; the header and the keys change the address. Loaded last.
 
 const VIEWS = {
   verdict: showVerdict, curves: showCurves, timeline: showTimeline, rollouts: showRollouts, prompts: showPrompts,
@@ -7,22 +7,23 @@ const VIEWS = {
 };
 const FIELDS = ["run", "view", "step", "rollout", "row", "metric", "q"];
 let main = null; // the chunk "main"
-let state = {}; // what the address says, made sound
-let rendered = 0; // a view that was waiting for a chunk gives up when another has begun
+let state = {}; // the fields of the address, checked
+let rendered = 0; // counts calls of render(): a view that waited for a chunk gives up if another call has begun
 
 const runOf = (at = state) => main.runs[at.run];
 
-/** The address of a place: what is not given stays as it is, but for what belongs to one view alone. */
+/** Returns the address with `changes`. Other fields stay as they are, except those that belong to one view only. */
 function addressOf(changes) {
   const kept = { run: state.run, view: state.view, step: state.step };
   if (!("view" in changes) || changes.view === state.view) Object.assign(kept, { row: state.row, q: state.q });
   if (!("step" in changes) && !("run" in changes)) kept.rollout = state.view === "rollouts" ? state.rollout : null;
   const wanted = { ...kept, ...changes };
-  const given = FIELDS.filter((name) => wanted[name] !== null && wanted[name] !== undefined && wanted[name] !== "");
-  return "#" + given.map((name) => name + "=" +
+  const names = FIELDS.filter((name) => wanted[name] !== null && wanted[name] !== undefined && wanted[name] !== "");
+  return "#" + names.map((name) => name + "=" +
     encodeURIComponent(String(wanted[name]).toWellFormed()).replaceAll("%2F", "/")).join("&");
 }
 
+/** Changes the address, which shows the new place. With `replace` the browser's history gets no new entry. */
 function go(changes, { replace = false } = {}) {
   const address = addressOf(changes);
   if (address === location.hash) return;
@@ -32,19 +33,20 @@ function go(changes, { replace = false } = {}) {
 
 const linkTo = (changes, ...children) => el("a", { href: addressOf(changes) }, ...children);
 
-/** The address as it was typed, linked or mangled, with what it lacks or has wrong put right. */
+/** Reads the fields of the address. Anybody may have typed it: missing and wrong fields get their defaults. */
 function stateOfAddress() {
-  const given = new URLSearchParams(location.hash.slice(1));
-  const whole = (name) => (/^\d{1,12}$/.test(given.get(name) ?? "") ? Number(given.get(name)) : null);
+  const fields = new URLSearchParams(location.hash.slice(1));
+  const whole = (name) => (/^\d{1,12}$/.test(fields.get(name) ?? "") ? Number(fields.get(name)) : null);
   const run = Math.min(whole("run") ?? 0, main.runs.length - 1);
-  const view = Object.hasOwn(VIEWS, given.get("view")) ? given.get("view") : "verdict";
+  const view = Object.hasOwn(VIEWS, fields.get("view")) ? fields.get("view") : "verdict";
   const steps = main.runs[run].steps;
   let step = whole("step");
   if (step === null) step = steps.length ? steps[steps.length - 1] : null;
-  const rollout = /^\d{1,12}\/\d{1,6}$/.test(given.get("rollout") ?? "") ? given.get("rollout") : null;
-  return { run, view, step, rollout, row: whole("row"), metric: given.get("metric"), q: given.get("q") ?? "" };
+  const rollout = /^\d{1,12}\/\d{1,6}$/.test(fields.get("rollout") ?? "") ? fields.get("rollout") : null;
+  return { run, view, step, rollout, row: whole("row"), metric: fields.get("metric"), q: fields.get("q") ?? "" };
 }
 
+/** Shows what the address names. Called whenever the address changes. */
 async function render() {
   const before = state;
   state = stateOfAddress();
@@ -68,8 +70,9 @@ async function render() {
   if (isCurrent()) document.documentElement.dataset.ready = location.hash || "#"; // what a test waits for
 }
 
-let closing = []; // what a view leaves behind: observers, charts
+let closing = []; // functions that remove what a view has set up: observers, charts
 const whenClosed = (close) => closing.push(close);
+/** Removes what the view has set up. */
 function closeView() {
   for (const close of closing.splice(0)) close();
 }
@@ -82,7 +85,7 @@ const STATES = {
 };
 const stateMark = (run) => {
   const [word, level] = own(STATES, run.state) ?? [String(run.state), "warning"];
-  // A run that ended well is not green where something is to be looked at, and says how much.
+  // A run that has ended well is not green if it has findings; the mark says how many.
   const worst = ["bad", "warning"].find((kind) => [level, ...run.findings.map((finding) => finding.level)]
     .includes(kind)) ?? level;
   const number = run.findings.filter((finding) => finding.level !== "ok").length;
@@ -90,6 +93,7 @@ const stateMark = (run) => {
     number > 0 && `, ${number} ${number > 1 ? "findings" : "finding"}`);
 };
 
+/** Shows the runs with their states, the names of the views, and the step. */
 function showHeader() {
   const choose = (run, i) =>
     el("a", { class: "run", href: addressOf({ run: i, step: null, rollout: null, row: null }),
@@ -106,7 +110,7 @@ function showHeader() {
   if (state.view !== "search") byId("search").value = "";
 }
 
-/** To the step that stands `by` places further; of rollouts, among those whose rollouts are in the file. */
+/** Goes `by` steps further; in the view of rollouts, among the steps whose rollouts are in the file. */
 function moveStep(by, options = { replace: true }) {
   const run = runOf();
   const all = state.view === "rollouts" && run.rollouts.steps.length ? run.rollouts.steps : run.steps;
@@ -116,18 +120,19 @@ function moveStep(by, options = { replace: true }) {
   go({ step: all[Math.max(0, Math.min(all.length - 1, at))], rollout: null }, options);
 }
 
-/** Dark, light, or what the system says; kept for the next file where the browser lets a file keep something. */
+/** Switches between dark and light. The choice also holds for other pages, if the browser lets a file store it. */
 function changeTheme() {
   const root = document.documentElement;
   const now = root.style.colorScheme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
   setTheme(now === "dark" ? "light" : "dark");
 }
 
+/** Shows the page in a theme, and stores it if the browser allows that. */
 function setTheme(theme) {
   document.documentElement.style.colorScheme = theme;
   try {
     localStorage.setItem("grpo_spmd theme", theme);
-  } catch { /* a page of a mail, or with storage off */ }
+  } catch { /* no storage: a page in a mail, or a browser that has it turned off */ }
   redrawCharts();
 }
 
@@ -139,6 +144,7 @@ const KEYS = {
   "/": () => byId("search").focus(), "?": () => byId("help").showModal(), Escape: () => closeLast(),
 };
 
+/** Closes what was opened last: search, rollout, prompt or zoom. */
 function closeLast() {
   if (state.view === "search") history.back();
   else if (state.rollout) go({ rollout: null });
@@ -146,6 +152,7 @@ function closeLast() {
   else if (state.view === "curves") zoomTo(null);
 }
 
+/** Handles a key, unless it belongs to the browser or to a field of input. */
 function onKey(event) {
   if (event.ctrlKey || event.metaKey || event.altKey || byId("help").open) return;
   const isTyping = event.target.matches("input:not([type=checkbox]), select, textarea");
@@ -163,20 +170,22 @@ function onKey(event) {
 
 // ---- begin
 
+/** Shows nothing but the reason why the page cannot be shown. */
 function refuse(...children) {
   byId("content").replaceChildren(el("p", { class: "note bad", id: "refused" }, ...children));
   document.documentElement.dataset.ready = "refused";
 }
 
+/** Checks browser and file, reads the chunk "main", and shows the first view. */
 async function begin() {
   if (typeof DecompressionStream === "undefined" || !CSS.supports("color", "light-dark(red, red)"))
-    return refuse("This browser is too old to unpack the page's data: it takes a Chrome or Edge from 123 on, a " +
-      "Firefox from 120 on, or a Safari from 17.5 on.");
+    return refuse("This browser is too old to unpack the page's data. It must be Chrome or Edge 123, Firefox 120, " +
+      "Safari 17.5, or a later version.");
   if (!chunkElement("main") || !document.querySelector("i#end"))
     return refuse("This file is not whole: it was cut off while it was copied or sent. Make or fetch it again.");
   const read = await unpack("main");
   if (read.format !== FORMAT)
-    return refuse(`This page's data has the format ${read.format}, and its scripts show ${FORMAT}.`);
+    return refuse(`This page's data has the format ${read.format}, but its scripts can only show ${FORMAT}.`);
   main = read;
   if (!main.runs.length) return refuse("There is no run in this file.");
   performance.mark("main read");

@@ -1,29 +1,31 @@
 "use strict";
-// What every view uses: elements, text that others wrote, numbers, and the chunks of the file.
+// Helpers of all views: DOM elements, safe display of recorded text, numbers, and the chunks of the file.
 
 const FORMAT = 1; // of the data that these scripts show
 
-/** An element. Of `given`: functions are listeners, `style` an object of properties, null and false leave out. */
-function el(tag, given = {}, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(given)) {
+/** Makes an element. In `attributes`, a function is an event listener, `style` is an object of CSS properties, and an
+ * attribute that is null or false is left out. */
+function el(tag, attributes = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
     if (value === null || value === undefined || value === false) continue;
-    if (typeof value === "function") made.addEventListener(name, value);
-    else if (name === "style") for (const [key, text] of Object.entries(value)) made.style.setProperty(key, text);
-    else if (name === "class") made.className = value;
-    else made.setAttribute(name, value === true ? "" : value);
+    if (typeof value === "function") node.addEventListener(name, value);
+    else if (name === "style") for (const [key, text] of Object.entries(value)) node.style.setProperty(key, text);
+    else if (name === "class") node.className = value;
+    else node.setAttribute(name, value === true ? "" : value);
   }
-  made.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
-  return made;
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
+  return node;
 }
 
 const byId = (id) => document.getElementById(id);
 
-/** An own field of an object that was parsed: a reward may be named "constructor". */
+/** A field of parsed JSON, but none that every object inherits: a reward may be named "constructor". */
 const own = (object, key) => (object && Object.hasOwn(object, key) ? object[key] : undefined);
 
-// Controls, what turns the direction of text, what is invisible, halves of surrogate pairs (with the flag u, only
-// halves), and marks that are piled up on a letter until they cover the lines above.
+// Characters that are shown as marks: controls, those that turn the direction of text, invisible ones, halves of
+// surrogate pairs (with the flag u, whole pairs do not match), and seven or more combining marks on one letter, which
+// would cover the lines above.
 const ODD = new RegExp(
   String.raw`[\0-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u115f\u1160\u180e\u200b` +
   String.raw`\u200e\u200f\u2028-\u202e\u2060-\u206f\u3164\ufeff` +
@@ -33,6 +35,7 @@ const CONTROLS = ("NUL SOH STX ETX EOT ENQ ACK BEL BS TAB LF VT FF CR SO SI " +
   "DLE DC1 DC2 DC3 DC4 NAK SYN ETB CAN EM SUB ESC FS GS RS US")
   .split(" ");
 
+/** Makes the mark of an odd character, with its code as title. */
 function oddMark(character) {
   const code = character.codePointAt(0);
   const times = character.length > 2 ? ` \u00d7 ${character.length}` : "";
@@ -42,7 +45,7 @@ function oddMark(character) {
   return el("span", { class: "odd", title: isHalf ? name + ", half a surrogate pair" : name }, picture);
 }
 
-/** Text of others as nodes: what is odd in it is shown as a mark, and nothing of it is ever read as HTML. */
+/** Returns a recorded text as DOM nodes: odd characters become marks, and nothing is ever parsed as HTML. */
 function shown(text) {
   const all = document.createDocumentFragment();
   let from = 0;
@@ -58,12 +61,12 @@ function shown(text) {
 const asText = (value) =>
   value === null || value === undefined ? "" : typeof value === "string" ? value : JSON.stringify(value);
 
-/** A block of somebody's text, which neither leaves its box nor turns what stands beside it. */
+/** A block of recorded text, which stays in its box and does not turn the direction of the text beside it. */
 const textBlock = (text, name = "") => el("div", { class: "text " + name }, shown(text));
 
 const clip = (text, most) => (text.length > most ? text.slice(0, most) + " \u2026" : text);
 
-/** A number for people: `digits` significant ones. */
+/** Formats a number with `digits` significant digits; a value that is not known is a dash. */
 function num(value, digits = 4) {
   if (value === null || value === undefined) return "\u2013";
   if (typeof value !== "number") return String(value);
@@ -73,11 +76,12 @@ function num(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** The same in an element that has the exact value as its title. */
+/** The same in an element whose title is the exact value. */
 const figure = (value, digits) => el("span", { class: "num", title: asText(value) || null }, num(value, digits));
 const signed = (value, digits) => (value > 0 ? "+" : "") + num(value, digits);
 const percent = (part) => num(100 * part, 3) + " %";
 
+/** Formats a time: seconds, or minutes or hours if it is longer. */
 function seconds(value) {
   if (value === null || value === undefined) return "\u2013";
   if (value < 60) return num(value, 3) + " s";
@@ -91,7 +95,7 @@ const mean = (values) => (values.length ? values.reduce((sum, value) => sum + va
 const largest = (values) => values.reduce((most, value) => (most === null || value > most ? value : most), null);
 const smallest = (values) => values.reduce((least, value) => (least === null || value < least ? value : least), null);
 
-/** Of ascending `values` the place of the one that is nearest to `wanted`; -1 where there is none. */
+/** Returns the index of the value that is nearest to `wanted`; -1 if there are no values. */
 function nearest(values, wanted) {
   let best = -1;
   for (let i = 0; i < values.length; i++)
@@ -99,32 +103,32 @@ function nearest(values, wanted) {
   return best;
 }
 
-/** A table: `heads` are texts or elements, `rows` lists of what a cell has. */
-function table(heads, rows, given = {}) {
+/** Makes a table: `heads` are texts or elements, and each of `rows` is a list with the contents of its cells. */
+function table(heads, rows, attributes = {}) {
   const cells = (row) => row.map((cell) => (cell instanceof HTMLTableCellElement ? cell : el("td", {}, cell)));
   return el("div", { class: "wide" },
-    el("table", given,
+    el("table", attributes,
       el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col" }, head)))),
       el("tbody", {}, rows.map((row) => el("tr", {}, cells(row))))));
 }
 
 const panel = (title, ...children) => el("section", { class: "panel" }, title && el("h2", {}, title), children);
 
-/** A colour of the style sheet as a canvas takes it, in the theme of the moment. */
+/** Returns a colour of the style sheet, for the present theme, in a form that a canvas accepts. */
 function colour(name) {
   const probe = byId("end");
   probe.style.color = `var(--${name})`;
   return getComputedStyle(probe).color;
 }
 
-/** One of the eight colours that colour-blind people tell apart, for the i-th line of a chart. */
+/** The colour of the i-th line of a chart: one of eight that colour-blind people can tell apart. */
 const lineColour = (i) => "c" + (i % 8);
 
-/** The mark of the i-th run beside its name, where its curves are shown. */
+/** The colour mark beside the name of the i-th of several runs, in views that show curves. */
 const runKey = (i) => main.runs.length > 1 && ["verdict", "curves"].includes(state.view) &&
   el("i", { class: "key " + (i ? "dashed" : ""), style: { color: `var(--${lineColour(i)})` } });
 
-/** Drawn lines of 100 x 20 for a table's cell; null values are gaps. */
+/** Draws values as a small curve (100 x 20); null values are gaps. */
 function spark(values, low = smallest(known(values)), high = largest(known(values))) {
   const drawing = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   drawing.setAttribute("viewBox", "0 0 100 20");
@@ -144,13 +148,14 @@ function spark(values, low = smallest(known(values)), high = largest(known(value
   return drawing;
 }
 
-// ---- chunks: each a block of base64 of raw deflate of JSON, unpacked when it is first looked at
+// ---- chunks: JSON that is compressed (raw deflate) and base64-encoded, unpacked when it is first shown
 
-const unpacked = new Map(); // the newest few, in the order of their use
+const unpacked = new Map(); // the chunks that were used last, in the order of their use
 const MOST_UNPACKED = 12;
 
 const chunkElement = (name) => document.querySelector(`script[data-chunk="${name}"]`);
 
+/** Returns a chunk, unpacked if it is not among those that were used last. */
 async function chunk(name) {
   if (unpacked.has(name)) {
     const value = unpacked.get(name);
@@ -164,7 +169,7 @@ async function chunk(name) {
   return value;
 }
 
-/** The same without a place among the newest: a search reads them all. */
+/** Unpacks a chunk without keeping it: a search reads all of them. */
 async function unpack(name) {
   const element = chunkElement(name);
   if (!element) throw new Error(`the file has no part ${name}`);

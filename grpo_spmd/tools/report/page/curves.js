@@ -1,10 +1,10 @@
 "use strict";
-// Curves over steps, drawn by uPlot. All share the cursor and the zoom; a click opens the step. A colour is a phase
-// where a metric belongs to one; of several runs it is the run in every chart, and a chart has one metric.
+// Curves over steps, drawn by uPlot. All charts share the cursor and the zoom; a click opens the step. With one run,
+// the metrics of a phase have the phase's colour. With several runs each chart has one metric, and each run a colour.
 
 const PHASES = ["weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint"];
 const phaseColour = (phase) => "c" + (PHASES.includes(phase) ? PHASES.indexOf(phase) : 7);
-// {title, keys: names or a pattern, log, stacked, evaluation}. A metric is shown by the first chart that names it.
+// {title, keys: names or a pattern, log, stacked, evaluation}. A metric is in the first chart whose keys match it.
 const CHARTS = [
   { title: "reward", keys: ["reward/mean"] },
   { title: "rewards by name", keys: /^reward\/.+\/mean$/ },
@@ -48,42 +48,44 @@ const MAIN_CHARTS = ["reward", "rewards by name", "teacher", "critic", "completi
   "logprob mismatch of engine and policy", "time by phase"];
 const HIDDEN = /^(time\/(unix_s|wall_s)|step$)/;
 
-let charts = []; // of the view: {host, keys, plot, whole: its lines as they are without smoothing}
+let charts = []; // those of the view: {host, keys, plot, whole: the lines before smoothing}
 
-/** Metrics that are 0 at every step, which have no chart but where the address asks for it. A reward of 0 has one. */
+/** Metrics that are 0 at every step. They get no chart, except mean rewards and the metric that the address names. */
 function zeroMetrics() {
   const isZero = (key) => main.runs.every((run) => (own(run.metrics, key) ?? []).every((value) => !value));
   return [...new Set(main.runs.flatMap((run) => Object.keys(run.metrics)))].filter((key) =>
     key !== state.metric && !HIDDEN.test(key) && !/^reward\/(.+\/)?mean$/.test(key) && isZero(key));
 }
 
-/** The chart of each metric that a run has; what no chart names stands at the end, by its first word. */
+/** Returns the charts for the metrics that the runs have; with `titles`, only the charts of these titles. Metrics that
+ * match none of CHARTS come last, in charts by the first word of their names, eight to a chart. */
 function chartsOf(titles) {
   const trained = new Set(main.runs.flatMap((run) => Object.keys(run.metrics)));
   zeroMetrics().forEach((key) => trained.delete(key));
   const evaluated = new Set(main.runs.flatMap((run) => Object.keys(run.evaluations?.metrics ?? {})));
-  const found = [];
+  const result = [];
   for (const chart of CHARTS) {
-    const there = chart.evaluation ? evaluated : trained;
-    const keys = [...there].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) :
+    const metrics = chart.evaluation ? evaluated : trained;
+    const keys = [...metrics].filter((key) => (Array.isArray(chart.keys) ? chart.keys.includes(key) :
       chart.keys.test(key)));
-    keys.forEach((key) => there.delete(key));
+    keys.forEach((key) => metrics.delete(key));
     if (chart.stacked) keys.sort((a, b) => phaseOrder(a) - phaseOrder(b));
     const isMain = () => titles.includes(chart.title) && (chart.title !== "rewards by name" || keys.length > 1);
-    if (keys.length && (!titles || isMain())) found.push({ ...chart, keys });
+    if (keys.length && (!titles || isMain())) result.push({ ...chart, keys });
   }
-  for (const [there, evaluation] of titles ? [] : [[trained, false], [evaluated, true]]) {
-    const others = Map.groupBy([...there].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
+  for (const [metrics, evaluation] of titles ? [] : [[trained, false], [evaluated, true]]) {
+    const others = Map.groupBy([...metrics].filter((key) => !HIDDEN.test(key)), (key) => key.split("/")[0]);
     for (const [word, keys] of others)
       for (let from = 0; from < keys.length; from += 8)
-        found.push({ title: keys.length === 1 ? keys[0] :
+        result.push({ title: keys.length === 1 ? keys[0] :
           `${word}/...`, keys: keys.slice(from, from + 8), evaluation });
   }
-  if (main.runs.length === 1) return found;
-  return found.flatMap((chart) => chart.keys.slice(0, titles ? 1 : undefined).map((key) =>
+  if (main.runs.length === 1) return result;
+  return result.flatMap((chart) => chart.keys.slice(0, titles ? 1 : undefined).map((key) =>
     ({ ...chart, stacked: false, keys: [key] })));
 }
 
+/** The view of all curves. */
 async function showCurves(content, before, isCurrent) {
   if (!content.querySelector("#curves")) {
     const host = el("div", { class: "charts", id: "curves" });
@@ -96,7 +98,7 @@ async function showCurves(content, before, isCurrent) {
       "all steps");
     content.append(el("p", { class: "bar" }, find, el("label", {}, smooth, " smooth"), all,
       el("span", { class: "note" }, "click: open the step; drag: zoom. ", runOf().thinned ?
-        `Of ${runOf().thinned} steps every so many are drawn.` : "")), host);
+        `Of ${runOf().thinned} steps some are drawn, spread evenly.` : "")), host);
     if (main.runs.length > 1) content.append(differences());
     const zeros = zeroMetrics();
     if (zeros.length) content.append(el("details", { class: "panel", id: "zeros" },
@@ -113,7 +115,7 @@ async function showCurves(content, before, isCurrent) {
   }
 }
 
-/** One chart a frame, so that the page answers meanwhile. */
+/** Draws the charts one by one; between those of a full page the browser can handle events. */
 async function fillCharts(host, titles, isCurrent = () => true) {
   charts = [];
   whenClosed(() => { charts.forEach(({ plot }) => plot.destroy()); charts = []; watch.disconnect(); });
@@ -134,26 +136,29 @@ async function fillCharts(host, titles, isCurrent = () => true) {
 
 const HEIGHT = 150;
 const DASHES = [undefined, [5, 3], [2, 2], [8, 2, 2, 2]];
+/** Gives a plot the width of its card. */
 function fit(plot, card) {
   const width = card.clientWidth - 16;
   if (width > 0 && width !== plot.width) plot.setSize({ width, height: HEIGHT });
 }
 
-/** [steps, values of each key of each run], with undefined where only another run has a step. */
+/** Returns the lines of a chart, one for each metric of each run, and their data: [steps, values of each line]. A value
+ * is undefined if only another run has the step. */
 function linesOf(chart) {
   const of = (run) => (chart.evaluation ? run.evaluations ?? { steps: [], metrics: {} } : run);
   const lines = [], tables = [];
   for (const run of main.runs) {
-    const there = chart.keys.filter((key) => own(of(run).metrics, key));
-    if (!there.length) continue;
+    const keys = chart.keys.filter((key) => own(of(run).metrics, key));
+    if (!keys.length) continue;
     const i = main.runs.indexOf(run);
-    there.forEach((key) => lines.push({ key, run: i, colour: main.runs.length > 1 ? lineColour(i) : phaseOf(key) ?
+    keys.forEach((key) => lines.push({ key, run: i, colour: main.runs.length > 1 ? lineColour(i) : phaseOf(key) ?
       phaseColour(phaseOf(key)) : chart.stacked ? "c7" : lineColour(chart.keys.indexOf(key)) }));
-    tables.push([of(run).steps, ...there.map((key) => of(run).metrics[key])]);
+    tables.push([of(run).steps, ...keys.map((key) => of(run).metrics[key])]);
   }
   return { lines, data: tables.length > 1 ? uPlot.join(tables) : tables[0] ?? [[]] };
 }
 
+/** Draws one chart into its card. Returns the plot and its lines before smoothing. */
 function draw(card, chart) {
   const { lines, data } = linesOf(chart);
   const isLog = chart.log && data.slice(1).some((values) => values.some((value) => value > 0));
@@ -182,7 +187,7 @@ function draw(card, chart) {
     series: [{ label: "step" }, ...lines.map(serie)],
     bands: chart.stacked ? lines.slice(1).map((line, i) => ({ series: [i + 1, i + 2] })) : undefined,
     cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false,
-      bind: { dblclick: () => null } }, // its first click has opened the step
+      bind: { dblclick: () => null } }, // a double click does nothing more: its first click has opened the step
     legend: { markers: { width: 3, stroke: mark, dash: (p, i) => (lines[i - 1].run ? "dotted" : "solid") } },
     hooks: { draw: [drawStep], setSelect: [zoomToSelection] },
   }, [data[0], ...drawn], card);
@@ -197,7 +202,7 @@ function draw(card, chart) {
   return { plot, whole: drawn };
 }
 
-/** On a scale of many decades, lines and figures at its decades alone. */
+/** For a logarithmic scale over a decade or more: grid lines and labels only at powers of ten. */
 const decades = (data) => {
   const all = data.slice(1).flat().filter((value) => value > 0);
   const number = Math.log10(largest(all) / smallest(all));
@@ -209,7 +214,7 @@ const decades = (data) => {
   return { filter, grid: { stroke: () => colour("line"), width: 1, filter } };
 };
 
-/** Names without what they have in common. */
+/** Returns names without the parts that all of them share at their beginning and end. */
 function shortNames(keys) {
   if (keys.length < 2) return keys;
   const parts = keys.map((key) => key.split("/"));
@@ -220,7 +225,8 @@ function shortNames(keys) {
   return parts.map((part) => part.slice(head, part.length - tail).join("/"));
 }
 
-/** The sum of a line and those behind it, so that the first stands on top: bands reach from one to the next. */
+/** Returns for each line the sum of it and all lines after it, so that the first is on top. uPlot fills the bands
+ * between neighbours. */
 function stack(values) {
   const sums = [];
   for (let i = values.length - 1; i >= 0; i--)
@@ -228,7 +234,7 @@ function stack(values) {
   return sums;
 }
 
-/** From 0 where all is above and 0 is near; never without height. */
+/** The range of the y axis: from 0 if no value is negative and 0 is near; never empty. */
 const rangeOf = (chart) => (plot, low, high) => {
   if (low === null) return [0, 1];
   if (low === high) return low === 0 ? [0, 1] : [low - Math.abs(low) / 10, high + Math.abs(high) / 10];
@@ -238,7 +244,7 @@ const rangeOf = (chart) => (plot, low, high) => {
   return [fromZero && low >= 0 ? 0 : low - room, high + room];
 };
 
-/** The step of the address, as a line. */
+/** Draws a vertical line at the step of the address. */
 function drawStep(plot) {
   const { min, max } = plot.scales.x;
   if (state.step === null || min === null || state.step < min || state.step > max) return;
@@ -254,7 +260,7 @@ function drawStep(plot) {
   ctx.restore();
 }
 
-/** The cursor of all charts at the address's step, so that their legends say its figures. */
+/** Puts the cursor of all charts at the step of the address, so that their legends show its values. */
 function markStep() {
   for (const { plot } of charts) {
     plot.redraw(false);
@@ -267,6 +273,7 @@ function markStep() {
 // ---- zoom: one range of steps for all charts
 
 let zoomed = null; // [first, last], or null for all steps
+/** Returns the range of the steps of all runs, for the x axis. */
 function wholeRange() {
   const all = main.runs.flatMap((run) => [run.steps, run.evaluations?.steps ?? []]).flatMap((steps) =>
     (steps.length ? [steps[0], steps.at(-1)] : []));
@@ -274,6 +281,7 @@ function wholeRange() {
   return low < high ? [low, high] : [low - 0.5, high + 0.5];
 }
 
+/** Shows a range of steps in all charts; null shows all steps. */
 function zoomTo(range) {
   zoomed = range;
   const [min, max] = zoomed ?? wholeRange();
@@ -281,13 +289,15 @@ function zoomTo(range) {
   if (byId("all-steps")) byId("all-steps").hidden = !zoomed;
 }
 
+/** Zooms all charts to what was selected by dragging in one. */
 function zoomToSelection(plot) {
   const { left, width } = plot.select;
   if (width > 4) zoomTo([plot.posToVal(left, "x"), plot.posToVal(left + width, "x")]);
   plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
 }
 
-/** Each line as its running mean, which forgets with the same speed on every width of the data. */
+/** Shows each line as an exponential moving average. Its weight falls with the number of steps, so that curves of short
+ * and of long runs look equally smooth. */
 function smoothCharts(isSmooth) {
   for (const { plot, whole } of charts) {
     if (plot.bands?.length) continue;
@@ -302,7 +312,8 @@ function smoothCharts(isSmooth) {
   markStep();
 }
 
+/** Draws all charts again in the colours of the present theme. */
 function redrawCharts() {
   charts.forEach(({ plot }) => plot.redraw(false, true));
-    // colours are asked for again; the legend's are the style sheet's
+    // reads the colours of the theme again; those of the legends come from the style sheet
 }

@@ -1,9 +1,10 @@
 "use strict";
-// A group side by side: the samples of one prompt with rewards and advantages, and where each leaves the opened one.
+// A group side by side: the samples of one prompt with rewards and advantages. In each the place is marked where it
+// begins to differ from the opened one.
 
-const CARD_BEFORE = 80, CARD_BEHIND = 500; // characters before and behind the place where two samples part
+const CARD_BEFORE = 80, CARD_BEHIND = 500; // characters that are shown before and after the marked place
 
-/** What stands below the table: the group of the opened rollout, and the rollout itself. */
+/** Shows what is below the table: the group of the opened rollout, and the rollout itself. */
 function showDetail(host, data, id, isNew) {
   if (!id) return void host.replaceChildren(el("p", { class: "note" },
     "Open a rollout: a row of the table, a group, or n."));
@@ -25,6 +26,7 @@ const rolloutAt = (data, i) => (data.table.shown[i] < 0 ? null : data.rollouts[d
 const titleOf = (data, i) =>
   `Row ${data.table.row[i]}, group ${data.table.position[i]}, sample ${data.table.sample[i]}`;
 
+/** The figures of the i-th rollout. */
 function figuresOf(data, i) {
   const columns = data.table;
   const tile = (label, value, title) => el("div", { class: "tile" }, el("b", { title }, value), el("span", {}, label));
@@ -35,6 +37,7 @@ function figuresOf(data, i) {
     tile("largest mismatch", num(columns.mismatch[i], 3), asText(columns.mismatch[i])));
 }
 
+/** The samples of a group: those with text side by side, the others as links. */
 function groupPanel(data, places, chosen) {
   const withText = places.filter((i) => rolloutAt(data, i));
   const without = places.filter((i) => !rolloutAt(data, i));
@@ -43,7 +46,7 @@ function groupPanel(data, places, chosen) {
   const [low, high] = [smallest(rewards), largest(rewards)];
   const parts = withText.map((i) => (i === reference ? null : partingOf(rolloutAt(data, reference),
     rolloutAt(data, i))));
-  const first = smallest(known(parts)); // where the first of the others leaves the opened one
+  const first = smallest(known(parts)); // the earliest place at which another sample differs from the opened one
   const card = (i, at) => {
     const rollout = rolloutAt(data, i), isOwn = i === reference;
     const share = high > low && data.table.reward[i] !== null ? (data.table.reward[i] - low) / (high - low) :
@@ -65,15 +68,14 @@ function groupPanel(data, places, chosen) {
     `sample ${data.table.sample[i]}: `, figure(data.table.reward[i], 3), `, ${num(data.table.tokens[i])} tokens`);
   return panel(`Group ${data.table.position[chosen]}: ${places.length} samples, mean reward ${num(mean(rewards), 3)}`,
     withText.length > 1 && el("p", { class: "note" },
-      first === null ? "All that are here are the same as " : "Marked: the first token that differs from ",
+      first === null ? "All samples with text are the same as " : "Marked: the first token that differs from ",
       el("b", {}, `sample ${data.table.sample[reference]}`),
-      first === null ? "." : ", the opened one; in it, where the first of the others leaves it."),
+      first === null ? "." : ", the opened one; in that sample, the first token in which another one differs."),
     el("div", { class: "cards" }, withText.map(card)), without.length > 0 && el("p", { class: "chips" },
       "without text: ", without.map(chip)));
 }
 
-/** The place of the first token that two completions do not share, in tokens where both have them, else in characters;
- * null where they are the same. */
+/** Returns the index of the first unit (see `unitsOf`) in which two completions differ; null if they are the same. */
 function partingOf(one, other) {
   const [a, b] = [unitsOf(one), unitsOf(other)];
   const most = Math.max(a.length, b.length);
@@ -82,17 +84,18 @@ function partingOf(one, other) {
 }
 
 const hasPieces = (rollout) => Array.isArray(rollout.tokens?.pieces);
+/** The token ids of a completion, or its characters if the page does not have its tokens. */
 const unitsOf = (rollout) => (hasPieces(rollout) ? rollout.tokens.ids : rollout.completion);
 
-/** A completion around the unit `at`, which is marked; from its begin where there is none. */
+/** Shows a completion around its unit `at`, which is marked; from its beginning if `at` is null. */
 function partText(rollout, at) {
   const isTokens = hasPieces(rollout);
   const units = isTokens ? rollout.tokens.pieces : rollout.completion;
   const text = (from, to) => (isTokens ? units.slice(from, to).join("") : units.slice(from, to));
   if (at === null) return el("span", { class: "text" }, shown(clip(text(0, units.length), CARD_BEFORE + CARD_BEHIND)));
-  const before = text(0, at), there = text(at, at + 1), behind = text(at + 1, units.length);
-  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : there === "" ?
-    el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(there));
+  const before = text(0, at), unit = text(at, at + 1), behind = text(at + 1, units.length);
+  const marked = at >= units.length ? el("mark", { class: "parting" }, "(ends)") : unit === "" ?
+    el("mark", { class: "parting" }, "\u00b7") : el("mark", { class: "parting" }, shown(unit));
   return el("span", { class: "text" }, el("span", { class: "muted" }, before.length > CARD_BEFORE ? "\u2026 " : "",
     shown(before.slice(-CARD_BEFORE))), marked, shown(clip(behind, CARD_BEHIND)));
 }

@@ -1,5 +1,5 @@
 "use strict";
-// The prompts of a run by how they went, and its config with what made it.
+// Two views: the prompts of a run by how their rewards developed, and its config with versions and launches.
 
 const KINDS = {
   never: "never solved", worse: "got worse", better: "got better", mixed: "mixed", always: "always solved",
@@ -7,6 +7,7 @@ const KINDS = {
 let kindShown = ""; // of the list of prompts
 let promptText = "";
 
+/** The view of the prompts. */
 function showPrompts(content) {
   const run = runOf();
   const counts = run.prompt_kinds ?? {};
@@ -17,7 +18,7 @@ function showPrompts(content) {
       (!kindShown || one.kind === kindShown) && (!wanted || asText(one.prompt).toLowerCase().includes(wanted)));
     list.replaceChildren(passing.length ? el("ul", { class: "plain prompts" },
       passing.map((one) => promptItem(run, one))) : el("p", { class: "note" },
-      "No prompt of this page is such a one."));
+      "No prompt in this page matches."));
     kinds.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed",
       String(button.dataset.kind === kindShown)));
   };
@@ -31,12 +32,12 @@ function showPrompts(content) {
       `row ${state.row} `, el("button", { click: () => go({ row: null }) }, "all prompts")));
   content.replaceChildren(panel("Prompts", kinds, (run.prompts_total ?? 0) > run.prompts.length &&
     el("p", { class: "note" },
-      `${run.prompts.length} of ${run.prompts_total} prompts are listed: those never solved, those that got worst ` +
-      "and best first."), list));
+      `${run.prompts.length} of ${run.prompts_total} prompts are listed: first those never solved, then those that ` +
+      "got worse or better."), list));
   draw();
 }
 
-/** Its means from step to step, and links to its completions. */
+/** One prompt: its mean rewards over the steps, its text and columns, and links to its completions. */
 function promptItem(run, one) {
   const rewards = known(run.prompts.flatMap((other) => other.means));
   const [first, last] = [one.means.find((value) => value !== null), one.means.findLast((value) => value !== null)];
@@ -56,6 +57,7 @@ function promptItem(run, one) {
 
 // ---- config
 
+/** The view of the config, with versions and launches. */
 function showConfig(content) {
   if (content.querySelector("#config")) return;
   const run = runOf();
@@ -74,7 +76,7 @@ function showConfig(content) {
     [shown(name), shown(asText(value) || "\u2013")]);
   content.append(el("div", { id: "config" }, differences(), el("div", { class: "columns" },
     panel("Config", el("p", { class: "bar" }, find, el("label", {}, isSet, " without defaults")), body),
-    el("div", {}, panel("Made by", el("p", {}, el("code", {}, shown(asText(run.folder))))),
+    el("div", {}, panel("Run folder", el("p", {}, el("code", {}, shown(asText(run.folder))))),
       panel("Versions", versions.length ? table(["package", "version"], versions) : null),
       run.launches.toReversed().map(launchPanel),
       panel("This page", el("p", { class: "note" },
@@ -82,6 +84,7 @@ function showConfig(content) {
         shown(asText(main.version)), "."))))));
 }
 
+/** What launches.jsonl records of one launch. */
 function launchPanel(launch) {
   const rows = Object.entries(launch).filter(([name, value]) => name !== "versions" &&
     value !== null).map(([name, value]) => [shown(name),

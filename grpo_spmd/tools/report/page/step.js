@@ -1,5 +1,5 @@
 "use strict";
-// The rollouts of a step: histogram of rewards, groups, filters, a table of all of them, and below it what is opened.
+// The rollouts of a step: histogram of rewards, groups, filters, a table of all rollouts, and below it the opened one.
 
 const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
   ["row", "row", (data, i) => num(data.table.row[i])],
@@ -17,9 +17,9 @@ const COLUMNS = [ // [column of the chunk's table, head, how a cell is shown]
 const statusMark = (name) => (name === "ok" || name === "not_applicable" ? shown(name.replace("_", " ")) :
   el("span", { class: "mark " + (/error|timeout|invalid/.test(name) ? "bad" : "warning") }, shown(asText(name))));
 const FIRST_ROWS = 100;
-const PREVIEW = 40; // characters of each end
+const PREVIEW = 40; // characters at each end of a completion
 
-/** Both ends of a completion in one line, special tokens too where its tokens are in the page. */
+/** Both ends of a completion on one line, with special tokens if the page has its tokens. */
 function previewOf(rollout) {
   const text = asText(hasPieces(rollout) ? rollout.tokens.pieces.join("") : rollout.completion);
   const ends = text.length > 2 * PREVIEW ? text.slice(0, PREVIEW) + " \u2026 " + text.slice(-PREVIEW) : text;
@@ -31,12 +31,13 @@ function previewOf(rollout) {
 const NO_FILTERS = { status: "", finish: "", rewardLow: "", rewardHigh: "", tokensLow: "", tokensHigh: "",
   mismatchLow: "", text: "", isShown: false, isUnknown: false };
 
-let filters = { ...NO_FILTERS }; // they stay while one goes from step to step
+let filters = { ...NO_FILTERS }; // kept when another step is shown
 let order = { column: "position", isDown: false };
-let opened = null; // {data, kept: places of the table that pass, in order, step} of the step that is shown
+let opened = null; // of the shown step: {data, step, run, kept: indices of the rollouts that pass the filters, isAll}
 
 const idOf = (data, i) => `${data.table.position[i]}/${data.table.sample[i]}`;
 
+/** The view of a step's rollouts. It shows the step with rollouts that is nearest to the address's step. */
 async function showRollouts(content, before, isCurrent) {
   const run = runOf();
   const steps = run.rollouts.steps;
@@ -59,9 +60,10 @@ async function showRollouts(content, before, isCurrent) {
     row.dataset.id === state.rollout));
 }
 
+/** The step's main metrics, with links to their curves. */
 function headOfStep(run, step) {
   const at = run.steps.indexOf(step);
-  const said = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
+  const metrics = ["reward/mean", "reward/std", "reward/zero_std_groups_frac", "completion/tokens_mean",
     "completion/truncated_frac", "loss/entropy", "optim/grad_norm",
     "weight_sync/mismatch_abs_max", "time/step_s"];
   const tile = (key) => {
@@ -73,21 +75,22 @@ function headOfStep(run, step) {
   return panel(`Step ${step}`,
     step !== state.step && el("p", { class: "note" },
       `Rollouts of step ${state.step} are not in this page; these are of the nearest step that has them.`),
-    el("div", { class: "tiles small" }, at >= 0 && said.map(tile)),
+    el("div", { class: "tiles small" }, at >= 0 && metrics.map(tile)),
     el("p", { class: "note" }, "From ", el("code", {}, `rollouts/step_${String(step).padStart(6, "0")}.jsonl`), " of ",
       el("code", {}, shown(asText(run.folder))), ". ", shown(asText(run.rollouts.note))));
 }
 
 // ---- filters
 
+/** The fields by which the table is filtered. */
 function filterBar(data) {
   const set = (name, value) => {
     filters = { ...filters, [name]: value };
     showTable();
   };
-  const input = (name, label, given = {}) => el("label", {}, label, " ",
+  const input = (name, label, attributes = {}) => el("label", {}, label, " ",
     el("input", { size: 5, value: filters[name], "data-filter": name, inputmode: "decimal", autocomplete: "off",
-    input: (event) => set(name, event.target.value), ...given }));
+    input: (event) => set(name, event.target.value), ...attributes }));
   const select = (name, label, options) => el("label", {}, label, " ",
     el("select", { "data-filter": name, change: (event) => set(name, event.target.value) },
     [["", "all"], ...options].map(([value, text]) => el("option", { value, selected: filters[name] === value },
@@ -104,6 +107,7 @@ function filterBar(data) {
       el("span", { id: "kept", class: "note", "aria-live": "polite" }));
 }
 
+/** Removes all filters, also that of a prompt. */
 function clearFilters() {
   filters = { ...NO_FILTERS };
   document.querySelectorAll("[data-filter]").forEach((field) => (field.value = ""));
@@ -112,7 +116,8 @@ function clearFilters() {
   else showTable();
 }
 
-/** Whether the i-th rollout passes; `but` names a filter that does not count, for the histogram's own. */
+/** Whether the i-th rollout passes the filters. The histogram of rewards ignores the filter by reward: `but` is then
+ * "reward". */
 function passes(data, i, but = "") {
   const { table: columns } = data;
   const isBeyond = (value, low, high) => (low !== "" && !(value !== null && value >= Number(low))) ||
@@ -134,7 +139,7 @@ function passes(data, i, but = "") {
 
 // ---- histogram and groups
 
-/** [{low, high, label}]: one of each value where there are few, else 20 of one width. */
+/** Returns bins [{low, high, label}]: one for each value if there are at most 12 of them, else 20 of equal width. */
 function binsOf(rewards) {
   const values = [...new Set(rewards)].sort((a, b) => a - b);
   if (values.length <= 12) return values.map((value) => ({ low: value, high: value, label: num(value, 3) }));
@@ -145,6 +150,7 @@ function binsOf(rewards) {
     label: `${num(edge(i), 3)} to ${num(edge(i + 1), 3)}`, isOpen: i < 19 }));
 }
 
+/** Shows the histogram of rewards: all rollouts, and those that pass the filters. A click on a bin filters by it. */
 function showHistogram(data) {
   const rewards = data.table.reward;
   const bins = binsOf(known(rewards));
@@ -177,7 +183,7 @@ function showHistogram(data) {
       (bin.isUnknown ? "?" : num(bin.low, 2)) : i === 19 ? num(bin.high, 2) : ""))));
 }
 
-/** A square a group, the fuller the better its mean reward; dashed where its rewards are all alike. */
+/** Shows a square for each group: the higher its mean reward the fuller, and dashed if all its rewards are equal. */
 function showGroups(data) {
   const groups = Map.groupBy(data.table.position.keys(), (i) => data.table.position[i]);
   const means = [...groups].map(([position, places]) =>
@@ -202,6 +208,7 @@ function showGroups(data) {
 
 // ---- the table
 
+/** Shows histogram, groups and table again, after a change of filters or order. */
 function showTable() {
   const { data } = opened;
   const places = [...data.table.position.keys()].filter((i) => passes(data, i));
@@ -209,7 +216,7 @@ function showTable() {
   const sign = order.isDown ? -1 : 1;
   const rank = (i) => (order.column === "shown" ? (values[i] < 0 ? null : data.rollouts[values[i]].why) :
     order.column === "status" ? data.status_names[values[i]] : values[i]);
-  const compare = (a, b) => { // what is not known stands last, whichever way
+  const compare = (a, b) => { // unknown values come last in either direction
     const [first, second] = [rank(a), rank(b)];
     if (first === null || second === null) return (first === null) - (second === null) || a - b;
     return sign * (first < second ? -1 : first > second ? 1 : 0) || a - b;
@@ -237,6 +244,7 @@ function showTable() {
       `show ${opened.kept.length - rows.length} more`)] : []));
 }
 
+/** The table's row of the i-th rollout. */
 function rowOf(data, i) {
   const id = idOf(data, i);
   const first = el("td", {}, linkTo({ rollout: id }, num(data.table.row[i])));
@@ -245,7 +253,7 @@ function rowOf(data, i) {
     COLUMNS.slice(1).map(([, , cell]) => el("td", {}, cell(data, i))));
 }
 
-/** The rollout that stands `by` rows further in the table. */
+/** Opens the rollout that is `by` rows further in the table. */
 function moveRollout(by) {
   if (state.view !== "rollouts" || !opened?.kept.length) return;
   const at = opened.kept.findIndex((i) => idOf(opened.data, i) === state.rollout);

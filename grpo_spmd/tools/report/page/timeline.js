@@ -1,7 +1,8 @@
 "use strict";
-// One step as its ranks lived it: a row a rank, a block a phase. What is empty or hatched is time in
-// which a rank waited.
+// The timeline of one step: a row for each rank, with a block for each phase. Empty and hatched parts are time in which
+// the rank waited.
 
+/** The view of the timeline. It shows the step with a timeline that is nearest to the address's step. */
 function showTimeline(content) {
   const timeline = runOf().timeline ?? { steps: [], spans: [] };
   if (!timeline.steps.length) return void content.replaceChildren(el("p", { class: "note" },
@@ -10,22 +11,22 @@ function showTimeline(content) {
   const one = timeline.spans[at];
   const ends = one.spans.flat().map((span) => span[2]);
   const length = largest(ends) || 1e-9;
-  const said = el("p", { class: "said", "aria-live": "polite" },
+  const readout = el("p", { class: "said", "aria-live": "polite" },
     "Point at a block, or move to it with Tab: its figures are shown here.");
   content.replaceChildren(
     panel(`Step ${timeline.steps[at]}: ${seconds(length)} on ${num(one.world_size)} rank` +
       (one.world_size > 1 ? "s" : ""),
       timeline.steps[at] !== state.step && el("p", { class: "note" },
-        `The page has ${timeline.steps.length} steps' timelines; of step ${state.step} it has none, and this is the ` +
-        "nearest."),
-      chooser(timeline, at), legendOfPhases(one), rows(one, length, said), said),
+        `The page has the timelines of ${timeline.steps.length} steps, but not that of step ${state.step}; this is ` +
+        "the nearest."),
+      chooser(timeline, at), legendOfPhases(one), rows(one, length, readout), readout),
     phaseTable(one, length));
 }
 
 const lengthOf = (one) => largest(one.spans.flat().map((span) => span[2])) ?? 0;
 const busyOf = ([phase, start, end, , busy]) => Math.min(end - start, busy ?? end - start);
 
-/** A bar a step, as high as the step was long. */
+/** A bar for each step with a timeline; its height is the step's time. A click shows the step. */
 function chooser(timeline, at) {
   const most = largest(timeline.spans.map(lengthOf)) || 1;
   const bar = (step, i) => el("button", { class: "bin", tabindex: -1, "aria-pressed": String(i === at),
@@ -35,6 +36,7 @@ function chooser(timeline, at) {
     timeline.steps.map(bar));
 }
 
+/** Explains the colours of the phases. */
 function legendOfPhases(one) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
   return el("p", { class: "legend" },
@@ -45,7 +47,8 @@ function legendOfPhases(one) {
     el("span", {}, el("i", { class: "box" }), "empty: between phases"));
 }
 
-function rows(one, length, said) {
+/** The rows of all ranks; figures of the chosen block are shown in `readout`. */
+function rows(one, length, readout) {
   const left = (at) => `${(100 * at) / length}%`;
   const peaks = one.spans.map((spans) => largest(known(spans.map((span) => span[3]))));
   const most = largest(known(peaks));
@@ -55,7 +58,7 @@ function rows(one, length, said) {
       (busy === null || busy === undefined ? "" :
         `; its engine generated for ${num(busy)} s and waited ${num(waited)} s`) +
       (peak === null || peak === undefined ? "" : `; peak ${num(peak)} GiB`);
-    const say = () => said.replaceChildren(shown(words));
+    const say = () => readout.replaceChildren(shown(words));
     return el("div", { class: "block", tabindex: 0, role: "img", "aria-label": words, mouseenter: say, focus: say,
       click: say,
       style: { left: left(start), width: left(end - start), "--own": `var(--${phaseColour(phase)})` } },
@@ -79,6 +82,7 @@ function rows(one, length, said) {
     one.spans.map(row));
 }
 
+/** A table of the phases: their times and memory over the ranks. */
 function phaseTable(one, length) {
   const phases = [...new Set(one.spans.flat().map((span) => span[0]))];
   const line = (phase) => {

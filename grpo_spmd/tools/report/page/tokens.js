@@ -1,12 +1,12 @@
 "use strict";
-// A completion: its tokens coloured by a figure of each, the exact figures of one, turns of an episode, the row's
-// columns.
+// A completion: its tokens, coloured by one of their figures; all figures of the chosen token; the turns of an episode;
+// and the columns of its data row.
 
-// name: [head, what it is]. The scale's ends are those of the step where they can be, so that completions compare.
+// name: [button, explanation]. If possible the scale is the same for all of a step, so that completions compare.
 const COLOURINGS = {
   difference: ["engine / policy",
-    "policy's logprob before the update less the engine's when it sampled: rounding, or something is wrong"],
-  advantage: ["advantage", "what the loss multiplies"],
+    "the policy's logprob before the update minus the engine's when it sampled; it should be rounding noise"],
+  advantage: ["advantage", "the token's weight in the loss"],
   logprob: ["logprob", "by the engine: the darker, the less likely the token was"],
   entropy: ["entropy", "of the policy's distribution over the next token, in nats"],
   mask: ["mask", "tokens that do not count in the loss are struck"],
@@ -15,12 +15,13 @@ const COLOURINGS = {
 const WHYS = {
   best: "In this page as one of the step's best", worst: "In this page as one of the step's worst",
   failed: "In this page since it failed", mismatched: "In this page since engine and policy differ most on it",
-  group: "In this page with its whole group", sampled: "In this page as one of those taken evenly",
+  group: "In this page with its whole group", sampled: "In this page as one of a sample spread evenly",
 };
 const BINS = 5; // shades of one direction
 const FIRST_TOKENS = 3000; // drawn at once; more on demand
 let colouring = "difference"; // stays from one completion to the next
 
+/** Returns the figures of a colouring, one for each sampled token; null if they are not known. */
 function valuesOf(name, rollout) {
   const tokens = rollout.tokens;
   if (!tokens || name === "none") return null;
@@ -30,7 +31,7 @@ function valuesOf(name, rollout) {
   return tokens[name] ?? null;
 }
 
-/** Where a shade is full. */
+/** Returns the size of a figure at which its colour is full. */
 function limitOf(name, data, values) {
   const size = (list) => largest(known(list).map(Math.abs)) || 0;
   if (name === "logprob") return 5;
@@ -39,6 +40,7 @@ function limitOf(name, data, values) {
   return Math.max(size(data.table.mismatch), size(values));
 }
 
+/** Returns the CSS class for the colour of a figure. */
 function shadeOf(name, value, limit) {
   if (value === null || value === undefined || name === "none") return "";
   if (name === "mask") return value ? "" : "masked";
@@ -46,6 +48,7 @@ function shadeOf(name, value, limit) {
   return size > 0 ? (value < 0 && name !== "logprob" ? "minus" : "plus") + size : "";
 }
 
+/** Explains the colours: their scale and what the figures are. */
 function legendOf(name, limit, numKnown) {
   if (name === "none") return el("p", { class: "legend" });
   if (!numKnown) return el("p", { class: "legend" }, "Not recorded for this rollout: ", COLOURINGS[name][1], ".");
@@ -63,13 +66,14 @@ function legendOf(name, limit, numKnown) {
       "Full colour: the largest of the step."));
 }
 
+/** A rollout with its text: prompt, tokens or completion, rewards and columns. */
 function completionPanel(data, i, rollout) {
   const body = el("div", { id: "tokens" });
-  const said = el("p", { class: "said", id: "said", "aria-live": "polite" });
+  const readout = el("p", { class: "said", id: "said", "aria-live": "polite" });
   const legend = el("div", { id: "legend" });
   const choose = (name) => {
     colouring = name;
-    drawTokens(data, rollout, body, legend, said);
+    drawTokens(data, rollout, body, legend, readout);
     buttons.querySelectorAll("button").forEach((button) => button.setAttribute("aria-pressed",
       String(button.dataset.name === name)));
   };
@@ -83,33 +87,35 @@ function completionPanel(data, i, rollout) {
       linkTo({ view: "prompts", row: data.table.row[i], rollout: null }, "all steps of this prompt")),
     el("div", { class: "completion" },
       el("div", {}, el("details", { open: prompt.length < 1200 }, el("summary", {}, "prompt"), textBlock(prompt)),
-        rollout.tokens ? [buttons, legend, said] : el("p", { class: "note" }, "There are no tokens of this rollout."),
-          body,
+        rollout.tokens ? [buttons, legend, readout] :
+          el("p", { class: "note" }, "The tokens of this rollout are not in this page."),
+        body,
         rollout.cut > 0 && el("p", { class: "note" },
           `${num(rollout.cut)} further characters are not in this page.`), messagesOf(rollout)),
       el("aside", {}, rewardsOf(rollout), columnsOf("columns of the row", rollout.columns),
         columnsOf("logged by rewards", rollout.extra), columnsOf("environment", rollout.environment))));
-  drawTokens(data, rollout, body, legend, said);
+  drawTokens(data, rollout, body, legend, readout);
   return result;
 }
 
+/** Chooses the next way to colour tokens. */
 function nextColouring() {
   const names = Object.keys(COLOURINGS);
   document.querySelector(`#colourings [data-name=${names[(names.indexOf(colouring) + 1) % names.length]}]`)?.click();
 }
 
-/** The tokens, or the plain text where pieces are not known; of an episode turn by turn. */
-function drawTokens(data, rollout, body, legend, said) {
+/** Shows the tokens, or the plain text if their pieces are not known; an episode is shown turn by turn. */
+function drawTokens(data, rollout, body, legend, readout) {
   const values = valuesOf(colouring, rollout);
   const limit = values ? limitOf(colouring, data, values) : 0;
   legend.replaceChildren(legendOf(colouring, limit, values ? known(values).length : 0));
-  said.replaceChildren("Point at a token, or step through them with the arrow keys: its figures are said here.");
-  const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, said);
+  readout.replaceChildren("Point at a token, or step through them with the arrow keys: its figures are shown here.");
+  const boxOf = (pieces, from) => tokenBox(rollout, pieces, from, values, limit, readout);
   if (!rollout.turns?.length) {
     const isPlain = !hasPieces(rollout);
     if (!isPlain) return void body.replaceChildren(boxOf(rollout.tokens.pieces, 0));
     body.replaceChildren(textBlock(asText(rollout.completion)));
-    if (rollout.tokens) body.append(el("h3", {}, "its tokens by their ids: the run's tokenizer is not known"),
+    if (rollout.tokens) body.append(el("h3", {}, "its token ids (the run's tokenizer is not known)"),
       boxOf(rollout.tokens.ids.map((id) => id + " "), 0));
     return;
   }
@@ -132,8 +138,9 @@ function drawTokens(data, rollout, body, legend, said) {
   body.replaceChildren(...turns.filter(Boolean));
 }
 
-/** Tokens as one stop of the Tab key, through which the arrow keys lead. `from`: the place of the first among all. */
-function tokenBox(rollout, pieces, from, values, limit, said) {
+/** Makes a box of tokens: one stop of the Tab key, in which the arrow keys go from token to token. `from` is the index
+ * of the first token in the completion. */
+function tokenBox(rollout, pieces, from, values, limit, readout) {
   const box = el("div", { class: "text tokens", tabindex: 0, role: "group",
     "aria-label": "tokens; the arrow keys lead through them" });
   const add = (first, last) => {
@@ -157,7 +164,7 @@ function tokenBox(rollout, pieces, from, values, limit, said) {
     chosen = piece;
     chosen.classList.add("chosen");
     const at = Number(piece.dataset.at);
-    said.replaceChildren(figuresOfToken(rollout, at, pieces[at - from]));
+    readout.replaceChildren(figuresOfToken(rollout, at, pieces[at - from]));
   };
   box.addEventListener("mouseover", (event) => choose(event.target.closest(".t")));
   box.addEventListener("click", (event) => choose(event.target.closest(".t")));
@@ -165,7 +172,7 @@ function tokenBox(rollout, pieces, from, values, limit, said) {
   box.addEventListener("keydown", (event) => {
     const by = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
     if (!by || !chosen) return;
-    event.preventDefault(); // and so no step is changed
+    event.preventDefault(); // so that the key does not go to another step
     const next = chosen[by];
     if (next?.matches(".t")) choose(next);
     chosen.scrollIntoView({ block: "nearest" });
@@ -173,6 +180,7 @@ function tokenBox(rollout, pieces, from, values, limit, said) {
   return box;
 }
 
+/** All figures of one token. */
 function figuresOfToken(rollout, at, piece) {
   const { ids, logprob } = rollout.tokens;
   const exact = (name, value) => (value === null || value === undefined ? null : el("span", {}, name + " ",
@@ -188,22 +196,24 @@ function figuresOfToken(rollout, at, piece) {
 
 // ---- beside the text
 
+/** A table of the rollout's rewards by name. */
 function rewardsOf(rollout) {
   const rows = Object.entries(rollout.rewards ?? {}).map(([name, value]) => [shown(name), figure(value),
     statusMark(own(rollout.statuses, name) ?? "ok")]);
   return rows.length ? [el("h3", {}, "rewards"), table(["name", "reward", "status"], rows)] : null;
 }
 
+/** A list of named values. */
 function columnsOf(title, columns) {
-  const given = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
-  if (!given.length) return null;
+  const entries = Object.entries(columns ?? {}).filter(([, value]) => value !== null);
+  if (!entries.length) return null;
   const short = (value) => (JSON.stringify(value).length < 80 ? JSON.stringify(value) : JSON.stringify(value, null, 1));
   return [el("h3", {}, title),
-    el("dl", {}, given.flatMap(([name, value]) => [el("dt", {}, shown(name)),
+    el("dl", {}, entries.flatMap(([name, value]) => [el("dt", {}, shown(name)),
     el("dd", {}, textBlock(typeof value === "object" ? short(value) : asText(value)))]))];
 }
 
-/** What the environment's protocol made of it: messages by role. */
+/** The chat messages of an episode after its prompt. */
 function messagesOf(rollout) {
   if (!rollout.messages?.length) return null;
   const message = (one) => el("div", { class: "turn " + (one.role === "assistant" ? "sampled" : "given") },

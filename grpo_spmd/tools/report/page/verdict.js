@@ -1,5 +1,5 @@
 "use strict";
-// How a run stands: its state and why, what a person should look at, the checks with their margins, four curves.
+// The state of a run: why it has this state, the findings, the checks with their margins, and the main curves.
 
 const LEVELS = { ok: "\u2713", warning: "!", bad: "\u2715" };
 const levelMark = (level) =>
@@ -7,6 +7,7 @@ const levelMark = (level) =>
     "aria-label": asText(level) },
     own(LEVELS, level) ?? "!");
 
+/** The view of the verdict. */
 function showVerdict(content) {
   if (content.querySelector("#verdict")) return markStep();
   const runs = main.runs.map((run, i) => el("div", { class: "verdict" }, headOf(run, i),
@@ -19,6 +20,7 @@ function showVerdict(content) {
 
 const metric = (run, key) => known(own(run.metrics, key) ?? []);
 
+/** The run's state and its reason, its failure reports, and a few figures. */
 function headOf(run, i) {
   const rewards = metric(run, "reward/mean");
   const tile = (label, value, title) => el("div", { class: "tile" }, el("b", { title }, value), el("span", {}, label));
@@ -43,7 +45,7 @@ function headOf(run, i) {
         run.rollouts.note || null)));
 }
 
-/** Findings lead to the curve that shows them, and to the step where they began. */
+/** The findings, each with links to the curve that shows it and to the step where it began. */
 function findingsOf(run, i) {
   const leads = (finding) => [
     finding.metric && linkTo({ run: i, view: "curves", metric: finding.metric, step: finding.step ?? null,
@@ -55,10 +57,10 @@ function findingsOf(run, i) {
     el("div", {}, el("b", {}, shown(clip(asText(finding.title), 1000))), el("p", {}, shown(asText(finding.text))),
       el("p", { class: "leads" }, leads(finding))));
   return panel("Findings", run.findings.length ? el("ul", { class: "plain" }, run.findings.map(item)) :
-    el("p", { class: "note" }, "Nothing was looked at: the run has no step yet."));
+    el("p", { class: "note" }, "There is nothing to judge yet: the run has no step."));
 }
 
-/** A bar from 0 to the bound, where value and bound both begin with a number. */
+/** The checks. A bar shows how much of the bound a value takes, if both begin with a number. */
 function checksOf(run) {
   const row = (check) => {
     const [value, bound] = [check.value, check.bound].map((text) => parseFloat(String(text).replaceAll(",", "")));
