@@ -47,7 +47,7 @@ def on_rank0_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
 
 
 def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
-    """Collective. Calls `fn` on rank 0 with all ranks' payloads; returns this rank's item of its
+    """Collective. Calls `fn` on rank 0 with all ranks' payloads; each rank gets its item of the
     result.
 
     `fn` gets the payloads in rank order and returns one item for each rank. Errors are raised as in
@@ -57,8 +57,7 @@ def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes)
 
 
 def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Collective over `group`. Calls `make` on the group's first rank; returns its result on all
-    ranks.
+    """Collective over `group`. Calls `make` on the group's first rank; all ranks get its result.
 
     The result is sent as JSON. Errors are raised as in `on_rank0`.
     """

@@ -133,8 +133,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Report:
-    """The report on a failed run, which all ranks share. It names the rank to blame and the
-    reason."""
+    """The report on a failed run, which all ranks share: which rank is to blame, and why."""
 
     headline: str
     text: str
@@ -461,8 +460,7 @@ class Doctor:
         return peers
 
     def _look_for_debugger(self) -> bool:
-        """Returns True if this rank is in a debugger; counts it in the store, for the other
-        ranks."""
+        """Returns True if this rank is in a debugger; counts it in the store for other ranks."""
         frame = sys._current_frames().get(self._main_thread)
         is_open = _num_debuggers > 0 or processes.in_debugger(frame)
         if is_open != self._is_in_debugger:

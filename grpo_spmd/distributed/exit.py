@@ -36,8 +36,7 @@ _owner: Callable[[str], None] | None = None
 
 
 class Rank0Error(RuntimeError):
-    """A function that `on_rank0` called on rank 0 has failed. All ranks raise this, so none
-    waits."""
+    """A function that `on_rank0` called on rank 0 has failed. Every rank raises this error."""
 
 
 class Terminal(QueueHandler):

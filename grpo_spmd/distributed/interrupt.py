@@ -37,8 +37,7 @@ _run_dir: Path | None = None
 
 
 def listen(handler: PressHandler | None = None) -> None:
-    """Makes Ctrl-C call `handler`. Until one was given, Ctrl-C ends this process: no training has
-    begun.
+    """Makes Ctrl-C call `handler`. Before one was given, Ctrl-C ends this process.
 
     Installs nothing outside the main thread, or where SIGINT has no default handler: in a shell's
     background job Ctrl-C is ignored.
@@ -78,15 +77,13 @@ def stop_with(stop: Callable[[], bool]) -> None:
 
 
 def restore_handler() -> None:
-    """Installs our signal handler again, since a library may have replaced it. For the main
-    thread."""
+    """Installs our signal handler again (in the main thread): a library may have replaced it."""
     if _listener is not None:
         _listener.install()
 
 
 def leave_on_second_press(code: int) -> None:
-    """Makes a second press exit at once with `code`; a first one does nothing, as the run is
-    ending."""
+    """Makes a second press exit at once with `code`; a first one does nothing. For a run's end."""
     _set_handler(lambda number: exit_process(code) if number > 1 else None)
 
 
@@ -164,8 +161,7 @@ class _Listener:
                 self._writer.send(bytes([signal.SIGINT]))
 
     def _run(self, reader: socket.socket) -> None:
-        """Calls `handler` for each press. `reader` yields the number of each signal that
-        arrives."""
+        """Calls `handler` for each press. `reader` receives the number of each signal."""
         for numbers in iter(lambda: reader.recv(64), b""):
             # torchrun turns a second Ctrl-C into SIGTERM.
             is_second = self._num_presses > 0 and signal.SIGTERM in numbers

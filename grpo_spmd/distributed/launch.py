@@ -1,5 +1,4 @@
-"""Runs torchrun without its own reports: only the ranks' output is shown, and their exit code
-returned.
+"""Runs torchrun without its own reports: shows only the ranks' output, returns their exit code.
 
 python -m grpo_spmd.distributed.launch TORCHRUN_OPTIONS -m grpo_spmd.train ...      (by cli.py)
 

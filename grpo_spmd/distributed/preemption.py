@@ -127,8 +127,7 @@ class Preemption:
             self._unknown_save_s = min(60.0, 0.05 * max(left_s, 0.0))
 
     def check_before_update(self) -> None:
-        """Collective. Raises Preempted after a signal, or if less time is left than an update and a
-        save take.
+        """Collective. Raises Preempted after a signal, or if no time is left for update and save.
 
         Later in the step the deadline is not checked any more.
         """
@@ -165,8 +164,7 @@ class Preemption:
             raise _ScoringStoppedError
 
     def _share_notice(self, reason: str | None) -> None:
-        """Posts `reason` for the other ranks; if it is None, looks every 0.5 s for what they have
-        posted."""
+        """Posts `reason` for other ranks; if it is None, looks every 0.5 s for what they posted."""
         time_s = time.monotonic()
         if reason is not None:
             post_notice(_NOTICE, reason)
@@ -233,8 +231,7 @@ class Preemption:
             raise Preempted(agreed_reason)
 
     def _take_signals(self) -> None:
-        """Installs our signal handlers where they are not installed; an ignored SIGHUP (nohup)
-        stays so."""
+        """Installs our signal handlers again. A SIGHUP that is ignored (nohup) stays ignored."""
         for number in interrupt.SIGNALS:
             handler = signal.getsignal(number)
             is_nohup = number == signal.SIGHUP and handler == signal.SIG_IGN
@@ -243,8 +240,7 @@ class Preemption:
         interrupt.restore_handler()
 
     def _on_press(self) -> bool:
-        """Handles Ctrl-C, in the thread of interrupt.py. Returns True if an update must be finished
-        first."""
+        """Handles Ctrl-C in interrupt.py's thread. Returns True if an update is finished first."""
         self._signal = self._signal or "Ctrl-C"
         return self._policy_changes
 

@@ -128,8 +128,7 @@ def free_port() -> int:
 
 
 def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:
-    """Returns the state of a process on this machine; "blocked" waits uninterruptibly in the
-    kernel."""
+    """Returns the state of a process on this machine; "blocked" is a wait in the kernel."""
     state, start = read_stat(process.pid)
     if start != process.start or state in ("", "Z", "X"):
         return "gone"

@@ -110,8 +110,7 @@ _KINDS = {kind.__name__: kind for kind in (Sum, Mean, Max, Histogram, Ids)}
 
 
 def merge(batches: Iterable[Reductions]) -> Reductions:
-    """Returns the reductions of all `batches`, merged by name. A batch may lack some of the
-    names."""
+    """Returns the reductions of all `batches`, merged by name. A batch may lack some names."""
     totals: Reductions = {}
     for reductions in batches:
         for name, reduction in reductions.items():

@@ -34,8 +34,7 @@ class Session:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
-    """The policy is sharded over this mesh; its dimensions are "shard", or "replicate" and "shard"
-    (HSDP)."""
+    """The mesh for sharding the policy: "shard", or "replicate" x "shard" (HSDP)."""
     is_restart: bool = False
     """Whether torchrun started the ranks again after a failure. The same on all ranks."""
     attempt: int = 1
@@ -179,8 +178,7 @@ def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
 
 
 def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
-    """Collective. Returns a mesh of all ranks with the dimension "shard", or "replicate" and
-    "shard".
+    """Collective. Returns the mesh of all ranks: "shard", or "replicate" x "shard" (HSDP).
 
     Consecutive ranks hold one copy of the policy, of which there are `num_replicas`.
     """

@@ -65,8 +65,7 @@ def note(progress: str) -> None:
 
 
 def follow(line: str) -> None:
-    """Updates the activity after a log line was printed; the first step's line ends the progress
-    lines."""
+    """Takes the activity from a printed log line; the first step's line ends the progress lines."""
     _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()
@@ -82,8 +81,7 @@ def end() -> None:
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Turns Python's garbage collector off in the block and freezes all objects that exist at its
-    end.
+    """Turns the garbage collector off in the block, and freezes the objects that exist at its end.
 
     Importing torch, transformers and vLLM creates a million objects that live until the process
     ends. Half of the import time would be collections that visit them again and again. Later

@@ -17,7 +17,7 @@ def open_store(store: dist.Store) -> None:
 
 
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
-    """Returns the number of the next job in `queue`, from 0 to `num_jobs` - 1; None if none is
+    """Claims the next job in `queue`: returns its number, below `num_jobs`, or None if none is
     left.
 
     No two calls get the same job. Each of the `num_claimers` ranks must claim until it gets None.

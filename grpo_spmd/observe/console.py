@@ -189,8 +189,7 @@ class Console:
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
     def _details(self, metrics: Metrics) -> str:
-        """Returns the further cells for which the terminal has room: each reward, then the slowest
-        phases."""
+        """Returns the cells for which there is still room: each reward, then the slowest phases."""
         rewards = {
             # "reward/NAME/mean" without its ends
             name[7:-5]: value

@@ -172,8 +172,7 @@ class ReportProcess:
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
-    """Makes this process end with the thread that started it, and lowers its priority and
-    limits."""
+    """Makes this process end with the thread that started it; lowers its priority and limits."""
     end_with_parent(signal.SIGKILL, parent_pid)
     os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:

@@ -109,8 +109,7 @@ def host_and_device(device: torch.device) -> tuple[str, str]:
 
 @dataclass
 class Launch:
-    """Completes the line that `begin_launch` wrote. Only the first end that is reported is
-    written."""
+    """Completes the line that `begin_launch` wrote, with the first end that is reported."""
 
     run_dir: Path
     number: int | None

@@ -282,8 +282,7 @@ class MetricsLog:
             self.followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
-        """Returns this rank's spans and those metrics of which the largest value over ranks is
-        written."""
+        """Returns this rank's spans, and its metrics that are merged by their largest value."""
         local_metrics = self.timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         return pack_spans(self.timer.spans, self._generation_s) + to_bytes(maxima)

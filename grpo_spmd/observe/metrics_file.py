@@ -204,15 +204,13 @@ def is_evaluation(metrics: Mapping[str, Any]) -> bool:
 
 
 def ends_with_evaluation(path: Path, step: int) -> bool:
-    """Returns whether the last line of a metrics.jsonl is that of an evaluation after `step` or
-    later."""
+    """Returns whether a metrics.jsonl ends with an evaluation after `step` or a later step."""
     newest = next(read_metrics_backwards(path), {"step": -1})
     return is_evaluation(newest) and newest["step"] >= step
 
 
 def cut_metrics(path: Path, num_steps: int) -> None:
-    """Cuts a metrics.jsonl back to its first `num_steps` steps, and warns if one of them is
-    missing.
+    """Cuts a metrics.jsonl back to its first `num_steps` steps, and warns if one is missing.
 
     The evaluation after the last of them is removed too: the resumed run makes it again. Of a step
     that is there twice, the last line is kept. Broken lines are removed.

@@ -178,8 +178,7 @@ def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
 
 
 def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -> Any:
-    """Returns an object that has only these `fields` of RolloutRecord, much faster than
-    `parse_rollout`.
+    """Returns an object with only these fields of RolloutRecord, faster than `parse_rollout`.
 
     Fields that the line lacks have their default. `rollout_logprobs` is bytes of float32, 4 per
     token, or the list that earlier versions wrote. Raises ConfigError, whose message begins with
@@ -377,8 +376,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def _as_json_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Returns `value` with what JSON cannot hold turned into text, and what is nested too deep into
-    "..."."""
+    """Returns `value` as JSON can hold it: other types become text, too deep nesting "..."."""
     if isinstance(value, dict | list | tuple) and depth == 1:
         return "..."
     if isinstance(value, dict):

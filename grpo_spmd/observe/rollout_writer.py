@@ -99,8 +99,7 @@ class RolloutDump:
 
     @contextmanager
     def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
-        """Collective. Dumps the rollouts if the block raises because rank 0 refuses the step's
-        rewards.
+        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards in the block.
 
         The dump shows what was wrong with them."""
         try:
@@ -250,8 +249,7 @@ class RolloutWriter:
         )
 
     def _remove(self, stems: Sequence[str]) -> None:
-        """Removes the files of `stems` that are this node's, or of a node that the run no longer
-        has."""
+        """Removes the files of `stems` of this node, and of nodes that the run no longer has."""
         _unlink(
             path
             for folder in self._folders
@@ -338,8 +336,7 @@ def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:
 
 
 def _error_number(act: Callable[..., object], *arguments: object) -> int:
-    """Calls `act`; returns the number (errno) of the OSError that it raises, or 0 if it raises
-    none."""
+    """Calls `act` and returns the errno of the OSError that it raises, or 0 if it raises none."""
     try:
         act(*arguments)
     except OSError as error:

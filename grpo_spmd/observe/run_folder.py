@@ -209,7 +209,7 @@ class RunFolder:
             raise ConfigError(
                 f"{dump_path(self.path, step)}: No such file or directory; there are dumps of the "
                 f"steps {reprlib.repr(self.dumped_steps)} "
-                "(logging.rollouts_every_steps, rollouts_keep)"
+                "(logging.rollouts_every_steps and rollouts_keep decide which)"
             )
         records = [record for _, record in self.rollouts(step)]
         records.sort(key=lambda record: (record.position, record.sample))

@@ -66,8 +66,7 @@ class Tracker:
     title = ""
     """The name in messages."""
     settles_s = 0.0
-    """How many seconds after the tracker accepted a line a kill of the run can still lose the
-    line."""
+    """For how many seconds a line that the tracker accepted can still be lost by a kill."""
 
     def start(self, run_id: str, next_step: int) -> None:
         """Opens the tracker's run `run_id`.
@@ -254,8 +253,7 @@ def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
 
 
 def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
-    """Returns at most `max_lines` of the lines, at even distances; never holds more than twice
-    that."""
+    """Returns at most `max_lines` lines, at even distances; never holds more than twice that."""
     chosen: list[bytes] = []
     stride = 1
     for number, line in enumerate(lines):
@@ -299,8 +297,7 @@ def _show(record: RolloutRecord) -> ShownRollout:
 
 
 def _show_message(message: Any) -> dict[str, str]:
-    """Returns a message's role and content, to which other fields (tool calls) are added as
-    JSON."""
+    """Returns role and content; other fields, such as tool calls, follow the content as JSON."""
     fields = {**message} if isinstance(message, dict) else {"content": message}
     role = fields.pop("role", "unknown")
     texts = [fields.pop("content", None), {name: value for name, value in fields.items() if value}]
