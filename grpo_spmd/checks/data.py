@@ -126,6 +126,7 @@ def view_prompts(
     stop_ids = {tokenizer.token_to_id(special_tokens.get("eos_token", ""))}
 
     def count(indices: Iterable[int]) -> list[int]:
+        """Returns the number of tokens of each of these prompts."""
         counts = []
         for index in indices:
             prompt = rows[index].prompt

@@ -165,8 +165,7 @@ def read_and_check_rows(
         if folder is not None:
             check_prompts_early(rows, config.data, folder, num_embeddings(folder))
 
-    # The node's cache remembers that the rows have passed, until they or the tokenizer's files
-    # change.
+    # The node's cache remembers that the rows passed, until they or the tokenizer's files change.
     depends_on = None
     if folder is not None:
         depends_on = [prompt_check_inputs(folder, config.data), num_embeddings(folder)]

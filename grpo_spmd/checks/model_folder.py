@@ -309,8 +309,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
         )
     size, heads = config.rollout.engine_ranks, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
-    # vLLM splits the heads over an engine's ranks. If there are fewer KV heads than ranks, it
-    # repeats them.
+    # vLLM splits the heads over an engine's ranks, and repeats KV heads if there are fewer.
     if isinstance(heads, int) and heads % size:
         raise ConfigError(f"{rule} {heads} attention heads")
     kv_heads = model.get("num_key_value_heads")

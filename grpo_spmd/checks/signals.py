@@ -145,8 +145,7 @@ def _compare_vocabulary(
     tokenizer = load_tokenizer_file(file)
     known_ids = sorted(tokens_of(file))
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
-    # Ids are taken evenly up to the last one: models of one family differ in tokens added at the
-    # end.
+    # Evenly spread up to the last id: models of one family may differ in tokens added at the end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)

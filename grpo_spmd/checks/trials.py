@@ -238,6 +238,7 @@ class Trial(ProcessPool):
         return "took longer than its time limit"
 
     def _ended(self, reason: str) -> ConfigError:
+        """Returns the error to raise if users' code cannot be loaded, as one line."""
         # The first line says what could not be loaded, and the traceback's last line says why.
         head, _, rest = reason.strip().partition("\n")
         if rest:

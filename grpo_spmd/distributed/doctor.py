@@ -77,8 +77,7 @@ class Position:
 
     phase: str
     step: int
-    # Phases and collectives entered so far. All ranks count the same, so the slowest has the
-    # fewest.
+    # Phases and collectives entered so far. All ranks count the same: the slowest has the fewest.
     sequence: int
     # Beats (signs of life) so far: a rank whose Python runs publishes one every half second.
     num_beats: int = 0
@@ -209,8 +208,8 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     """Returns the rank to blame and the reason.
 
     That is a rank that raised an error, else one whose process is gone, else one that is silent,
-    else one that was stopped. If all ranks are well, the run hangs, and the slowest rank is to
-    blame.
+    else one that was stopped, else one that failed because of another. If all ranks are well, the
+    run hangs, and the slowest rank is to blame.
     """
     # Of several ranks with the same outcome, the one that raised the alarm was first.
     rank = min(
@@ -367,7 +366,7 @@ class Doctor:
                 self._paused_s += max(0.0, current_time - previous - usual_s)
                 previous = current_time
                 self._beat(self._watch_store)
-                # Other ranks may wait for a rank in a debugger for any time, so their limits start
+                # While a rank is in a debugger, the others may wait for it: their limits start
                 # anew.
                 if self._watch_store.add("debuggers", 0) > 0:
                     self._entered = self._now()
@@ -382,8 +381,7 @@ class Doctor:
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
         except Exception as error:
-            # The store is gone (with rank 0's host), or this code has a fault: both must be
-            # reported.
+            # The store is gone (with rank 0's host), or this code has a fault. Report both.
             self._wake.wait(1.0)
             if not self._is_stopped:
                 self._exit_alone(error)

@@ -146,6 +146,7 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _free_memory() -> None:
+    """Frees objects that nothing refers to any more, and torch's cached GPU memory."""
     # vLLM freezes all objects when an engine starts, and unfreezes them only after a normal end.
     gc.unfreeze()
     gc.collect()

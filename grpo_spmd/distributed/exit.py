@@ -58,6 +58,7 @@ class Terminal(QueueHandler):
             self._lines.put_nowait(record)
 
     def _run(self) -> None:
+        """Prints each record that is enqueued; the body of the thread. None ends it."""
         for record in iter(self._lines.get, None):
             line = printable(record.getMessage())
             # The reader may be gone (train | head), or the stream may be no real file.

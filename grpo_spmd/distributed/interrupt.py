@@ -1,4 +1,4 @@
-"""Handles Ctrl-C. A press acts differently while the run starts, trains, or has saved everything.
+"""Handles Ctrl-C. Its effect depends on whether the run starts, trains, or has saved everything.
 
 A thread of its own reacts to the press: the main thread may be in C for seconds (in an import, a
 collective or a matrix product), where Python calls no signal handler. Imports no torch.
@@ -154,8 +154,7 @@ class _Listener:
         """
         if in_debugger(frame):
             raise KeyboardInterrupt
-        # If no press has arrived, asyncio may have replaced the wakeup descriptor: pass this one
-        # on.
+        # If no press has arrived yet, asyncio may have replaced the wakeup descriptor.
         if not self._num_presses:
             with suppress(OSError):
                 self._writer.send(bytes([signal.SIGINT]))

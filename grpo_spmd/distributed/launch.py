@@ -45,6 +45,7 @@ def _run(arguments: list[str]) -> int:
         """torchrun's agent, which here passes signals on to its ranks and waits until they exit."""
 
         def _start_workers(self, *args: Any, **options: Any) -> Any:
+            """Starts the ranks, and installs our signal handlers in this process."""
             # Ranks inherit that SIGINT is blocked: Ctrl-C stays pending until a rank can handle it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:

@@ -91,9 +91,9 @@ class Preemption:
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
-        """Collective. Call it at the start of each step, and once more before the evaluation that
-        follows the last step.
+        """Collective. Begins the times of a step, and raises Preempted if the run has to stop.
 
+        Called at the start of each step, and once more before the evaluation after the last step.
         Raises Preempted after a signal, or if less time is left than a step and a save take.
         `time_to_save_s` is how long a save took, 0 if none was measured yet.
         """

@@ -80,8 +80,7 @@ def end_with_parent(number: int, parent_pid: int | None = None) -> None:
     and that process has already ended, this process exits at once."""
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    # Checked after the call above: the end of a parent in between is then noticed by both, not by
-    # neither.
+    # Checked after the call above, so that a parent that ends in between is noticed too.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)
 
@@ -247,8 +246,7 @@ def stacks_of_peer(process: RankProcess) -> str:
     stacks = ""
     with suppress(OSError):
         os.kill(process.pid, signal.SIGUSR2)
-        # On a busy machine the process writes late, and in pieces: wait until the text stops
-        # growing.
+        # On a busy machine it writes late, and in pieces: wait until the text stops growing.
         while time.monotonic() < deadline:
             time.sleep(0.2)
             previous = stacks

@@ -57,6 +57,8 @@ class Sum(Reduction):
 
 @dataclass(frozen=True)
 class Mean(Reduction):
+    """Adds up values and their number; its value is the mean."""
+
     total: Number = 0.0
     count: Number = 0
 
@@ -71,6 +73,8 @@ class Mean(Reduction):
 
 @dataclass(frozen=True)
 class Max(Reduction):
+    """Keeps the largest number."""
+
     largest: Number | None = None  # None: nothing was measured
 
     @classmethod
@@ -85,6 +89,8 @@ def _larger(number: Any, candidate: Any) -> Any:
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
+    """Adds up counts bin by bin."""
+
     # One count per bin. Histograms that are merged have equally many bins, or none.
     counts: Tensor | list[float] = field(default_factory=list)
 
@@ -98,6 +104,8 @@ class Histogram(Reduction):
 
 @dataclass(frozen=True)
 class Ids(Reduction):
+    """Collects numbers, such as ids of rollouts."""
+
     ids: list[int] = field(default_factory=list)
 
     @classmethod

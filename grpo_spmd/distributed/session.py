@@ -121,8 +121,8 @@ def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
     Each other rank sets a new random token as "grpo_spmd/token/RANK", waits for rank 0's reply at
     "grpo_spmd/joins/TOKEN", and deletes the reply. A deleted reply shows rank 0 that the rank has
     read it. The store may still hold tokens of an earlier attempt. Rank 0 replies to these too, but
-    nobody deletes the reply, so it goes on until the rank has set its new token and deleted the
-    reply to that.
+    nobody deletes those replies. So rank 0 keeps reading the tokens until each rank has set its new
+    one and deleted the reply to it.
     """
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank != 0:
@@ -189,10 +189,9 @@ def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
 
 
 def engine_group(num_ranks: int) -> dist.ProcessGroup | None:
-    """Collective. Returns a gloo group of the `num_ranks` consecutive ranks that share this rank's
-    engine.
+    """Collective. Returns a gloo group of the ranks that share this rank's engine.
 
-    Returns None if the rank has an engine of its own."""
+    These are `num_ranks` consecutive ranks. Returns None if the rank has an engine of its own."""
     return dist.new_subgroups(num_ranks, backend="gloo")[0] if num_ranks > 1 else None
 
 

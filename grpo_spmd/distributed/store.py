@@ -17,12 +17,11 @@ def open_store(store: dist.Store) -> None:
 
 
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
-    """Claims the next job in `queue`: returns its number, below `num_jobs`, or None if none is
-    left.
+    """Claims the next job in `queue` and returns its number; None if no job is left.
 
-    No two calls get the same job. Each of the `num_claimers` ranks must claim until it gets None.
-    The last of these calls removes the queue, so that the store does not grow; only then may the
-    name be used again.
+    Jobs are numbered from 0 to `num_jobs` - 1, and no two calls get the same one. Each of the
+    `num_claimers` ranks must claim until it gets None. The last of these calls removes the queue,
+    so that the store does not grow; only then may the name be used again.
     """
     number = _run_store().add(queue, 1) - 1
     # The last rank that gets None.

@@ -107,6 +107,7 @@ class ReportProcess:
         self._thread.join(max(timeout_s, 0) + _KILLED_S)
 
     def _run(self) -> None:
+        """Makes a report whenever one is due, and the last one; the body of the thread."""
         try:
             while not self._ended.is_set():
                 self._news.wait()
@@ -164,8 +165,7 @@ class ReportProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # a process group of its own, so that Ctrl-C reaches only the run, which ends the
-                # report
+                # a process group of its own: Ctrl-C must reach only the run, which ends the report
                 process_group=0,
                 env=env,
             )

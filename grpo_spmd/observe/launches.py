@@ -138,6 +138,7 @@ class Launch:
             return
 
         def complete(launches: list[dict[str, Any]]) -> None:
+            """Completes this launch in the list, if it has no outcome yet."""
             for launch in launches:
                 if launch["launch"] == number and launch.get("outcome") is None:
                     lines = read_metrics_backwards(self.run_dir / "metrics.jsonl")

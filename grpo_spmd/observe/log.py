@@ -209,6 +209,7 @@ class MetricsLog:
         """
 
         def judge(payloads: list[bytes]) -> None:
+            """Computes the step's metrics on rank 0 and checks them."""
             # a payload is the list of generation times (packed as the header), then the sums
             readers = [PackedReader(payload) for payload in payloads]
             sums = merge_bytes(reader.rest() for reader in readers)
@@ -221,8 +222,7 @@ class MetricsLog:
                 "weight_sync/proof_s": sync.proof_s,
                 "rollout/tail_waste_frac": waste,
             }
-            # the checks are in this order so that the first one that fails names the likeliest
-            # cause
+            # this order matters: the first check that fails names the likeliest cause
             try:
                 self.logprob_check.check(
                     step,

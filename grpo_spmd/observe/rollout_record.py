@@ -189,8 +189,7 @@ def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -
         try:
             return decoder.decode(line)
         except ValueError:
-            # json also reads half a surrogate pair, NaN and very large numbers, which msgspec
-            # refuses
+            # unlike msgspec, json reads half a surrogate pair, NaN and very large numbers
             return msgspec.convert(json.loads(line), decoder.type)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{line_name}: not valid JSON: {error}") from None
@@ -305,8 +304,7 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
     `completion_ids`."""
     names = (*EPISODE_FIELDS, "prompt")
     values = msgspec.convert({name: fields.get(name) for name in names}, _EpisodeFields)
-    # If the episode failed, it had no first turn, and the prompt in its line is that of the data
-    # row.
+    # An episode that failed had no first turn: the prompt in its line is that of the data row.
     opening = [] if values.status in FAILED_STATUSES else values.prompt or []
     if isinstance(opening, str):
         opening = [{"role": "user", "content": opening}]

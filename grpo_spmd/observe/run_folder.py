@@ -312,6 +312,7 @@ class LineStore:
         self._files.clear()
 
     def _open(self, path: Path) -> IO[bytes]:
+        """Opens a file for reading; a small packed one is read into memory."""
         file = open_lines(path, follow=True)
         if path.suffix == ".gz":
             # a packed file cannot be read from its middle, so a small one is kept unpacked

@@ -109,8 +109,7 @@ class TimelineFile:
                     end = file.read()
             self._file = LineFile(path)
             if end not in (b"", b"\n"):
-                # a kill has cut the last line short: end it, so that the next line does not
-                # continue it
+                # a kill has cut the last line short: end it, or the next line would continue it
                 self._file.write("")
         except (OSError, UntrustedError) as error:
             _log.warning("%s is not written: %s", path, error)

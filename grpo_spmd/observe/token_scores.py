@@ -67,8 +67,7 @@ class KeptScores:
 
     def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
         """Keeps the policy's first scores of a micro-batch. Does not wait for the device."""
-        # setdefault keeps the first scores: later epochs score the micro-batch again, after an
-        # update
+        # setdefault keeps the first scores: later epochs score it again, after an update
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
     def lines(self, tilt_squares: float | None = None) -> list[bytes]:
@@ -95,12 +94,10 @@ class KeptScores:
                 micro_batch.rollout_logprobs,
                 micro_batch.sequence_index,
             )
-            # one float32 tensor, so that there is one copy to the host; sequence indices below 2^24
-            # stay exact
+            # one float32 tensor, one copy to the host: sequence indices below 2^24 stay exact
             rows.append(torch.stack([column.float() for column in scores]))
         *columns, rollout_logprobs, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
-        # each micro-batch counts its sequences from 0, so the index may not change at its first
-        # token
+        # each micro-batch counts from 0, so the index need not change at its first token
         is_begin = np.diff(sequence_index, prepend=-1) != 0
         is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
         ids = [rollout_id for entry in entries for rollout_id in entry[0].rollout_ids]

@@ -154,6 +154,7 @@ class TrackerFeed:
             )
 
     def _run(self) -> None:
+        """Sends all lines to the tracker as they are written; the body of the thread."""
         try:
             self._call(self.tracker.start, self._id, self._next_step)
             self._save_state()
@@ -187,8 +188,7 @@ class TrackerFeed:
         while True:
             # Cleared before the file is read: a line that is written later sets it again.
             self._news.clear()
-            # Read before the file is: everything that was written before the end must still be
-            # sent.
+            # Read before the file is: what was written before the end must still be sent.
             has_ended = self._ended.is_set()
             for line in read_metrics(self._metrics, start):
                 start = line.end

@@ -118,8 +118,7 @@ class TensorboardRun(Tracker):
         _log.info("TensorBoard: %s", folder)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        # The step before the next one, and its evaluation, are sent again: the START event has
-        # dropped them.
+        # The START event has dropped the step before the next one too, so it is sent again.
         return step >= next_step - 1
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
