@@ -315,8 +315,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Returns the tokenizer's chat template, or None. If there are several, the one named
-    "default"."""
+    """Returns the tokenizer's chat template, the one named "default" of several, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         # The file may be somebody else's: a fifo is refused, and the size is limited.

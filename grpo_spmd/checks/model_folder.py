@@ -83,7 +83,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     if to_run:
         _check_cpu_engine(config, model)
     expected_shapes = shapes_from_config(model)
-    # If config.json leaves out such a key, the shapes are not known and not compared.
+    # If config.json leaves out one of these keys, the shapes are not known and not compared.
     defaults = _DEFAULT_SIZES.get(str(model["model_type"]), ())
     if all(isinstance(model.get(name), int) for name in defaults):
         _check_shapes(folder, shapes, expected_shapes)

@@ -138,10 +138,10 @@ class TimelineFile:
 
 
 def shown_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Returns the ranks that a line shows: all if there are up to 64, else 64 at even distances.
+    """Returns the ranks that a line shows: all if there are up to 64, else at most 64 of them.
 
-    `busy_s` has each rank's time of generation. The first, the last, and the ranks that generated
-    for the shortest and the longest time are always shown.
+    `busy_s` has each rank's time of generation. Ranks are chosen at even distances from the first
+    to the last, with the two that generated for the shortest and the longest time.
     """
     if len(busy_s) <= _MAX_RANKS:
         return list(range(len(busy_s)))
