@@ -192,9 +192,9 @@ def _check_servers(config: Config, inputs: Inputs, num_ranks: int) -> None:
 def find_gold_warnings(
     config: Config, rows: Sequence[PromptRow], *, is_held_out: bool
 ) -> list[str]:
-    """Returns warnings about rows whose answers the rewards cannot read. Raises ConfigError.
+    """Returns a warning for each shipped reward that has nothing to compare with in some rows.
 
-    The warnings are those of `check_gold`, cached on the node."""
+    The warnings are those of `check_gold`, cached on the node. Raises ConfigError as it does."""
     rewards = [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]
     # The path is part of the key because the cached warnings quote it.
     depends_on = [rows[0].where if rows else "", is_held_out, rewards]
