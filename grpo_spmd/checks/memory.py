@@ -336,8 +336,9 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
                 name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
                 name = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
             sizes[name] += itemsize * math.prod(shape) // (tp if len(shape) > 1 else 1)
-    # Torch's blocks on a GPU: tensors up to 1 MiB share 2 MiB, those below 10 MiB share 20 MiB, and
-    # larger ones have whole 2 MiB of their own (c10/cuda/CUDACachingAllocator, 2.11 to 2.14).
+    # Torch's blocks on a GPU: tensors up to 1 MiB share blocks of 2 MiB, those below 10 MiB share
+    # blocks of 20 MiB, and each larger one has its own, a multiple of 2 MiB
+    # (c10/cuda/CUDACachingAllocator, 2.11 to 2.14).
     mib = 1 << 20
     small = sum(size for size in sizes.values() if size <= mib)
     middle = sum(size for size in sizes.values() if mib < size < 10 * mib)
@@ -412,7 +413,7 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     explanation = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
     explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
     yield Row("KV cache of a token", size_text(token_bytes), explanation)
-    # A judge that is the engine may read longer texts than rollouts are.
+    # A judge that the engine serves may read texts that are longer than any rollout.
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
     yield Row(

@@ -32,8 +32,8 @@ from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
-# The seconds that a report may take, and the niceness of its process; for the last report others,
-# because the run waits for that one.
+# The seconds that a report may take, and the niceness of its process. For the last report both are
+# lower, because the run waits for that one.
 _MAX_S, _LAST_MAX_S = 600.0, 45.0
 _NICE, _LAST_NICE = 19, 5
 _POLL_S = 0.1

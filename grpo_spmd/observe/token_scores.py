@@ -116,7 +116,7 @@ def _check_squares(
     # As in losses.mismatch_sums, the logprob is the mean of the policy's and the engine's.
     surprise = rollout_logprobs + columns["difference"] / 2 + columns["entropy"]
     total = float(np.square(surprise[columns["loss_mask"] > 0], dtype=np.float64).sum())
-    # The tolerance is for float32 sums in another order. NaN passes: it compares as False.
+    # The tolerance is for float32 sums in another order. A sum that is NaN passes.
     if abs(total - expected) > 1e-3 * max(expected, 1.0):
         raise TokenScoresError(
             f"token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is {total:.6g}"
