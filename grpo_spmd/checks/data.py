@@ -1,7 +1,7 @@
 """Early checks of prompts: chat template, lengths and tokens, without torch or transformers.
 
-`build_prompts` decides about every row with the model's tokenizer class. Here the tokenizers
-library and jinja2 read the same files; what they cannot tell is left to `build_prompts`.
+Later `build_prompts` checks every row with the model's tokenizer class. Here the tokenizers library
+and jinja2 read the same files; what they cannot tell is left to `build_prompts`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from grpo_spmd.files import open_regular, read_json, read_stop_tokens
 Messages = list[dict[str, Any]]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
-_NUM_VIEWED = 20  # longest rows, of which the longest prompt's tokens are counted
-_NUM_TOKENIZED = 100  # rows that are tokenized even if they are short
+_NUM_VIEWED = 20  # so many of the longest rows, and of the shortest, are tokenized by view_prompts
+_NUM_TOKENIZED = 100  # the first rows of a sample, which are tokenized even if they are short
 
 
 def check_prompts_early(
@@ -36,9 +36,9 @@ def check_prompts_early(
 ) -> None:
     """Raises ConfigError, which names file:line, for a prompt that the run cannot use.
 
-    Such a prompt is a chat without a chat template, is too long, or holds a token without an
+    Such a prompt is a chat without a chat template, is too long, or contains a token without an
     embedding. `num_embeddings` is the number of rows of the model's embedding. If there are many
-    rows, only the longest by characters and every n-th of the others are checked.
+    rows, only those with the most characters and every n-th of the others are checked.
     """
     render = None
     settings = tokenizer_settings(folder)
@@ -46,47 +46,50 @@ def check_prompts_early(
     if first_chat is not None:
         template = None if settings is None else template_of(folder, settings)
         if settings is None or template is None:
-            # A template that cannot be read here may still be one that transformers reads.
+            # A template that cannot be read here may still be one that transformers can read.
             if settings is not None and not any(folder.glob("*chat_template*")):
                 raise ConfigError(no_template(rows[first_chat].where))
             return
         render = renderer(template, settings, variables=config.chat_template_kwargs)
         if render is None:
             return
-    # Other tokenizers are left to transformers.
+    # Only tokenizer.json can be read here. Other tokenizers are left to transformers.
     file = folder / "tokenizer.json"
     if rows and file.is_file():
         tokenizer = load_tokenizer_file(file)
-        # As transformers does.
+        # transformers adds these tokens too.
         tokenizer.add_special_tokens(list(_special_tokens(settings or {}).values()))
         _check_sample(sample(rows), config, tokenizer, render, num_embeddings)
 
 
 @dataclass(frozen=True)
 class PromptView:
-    """The first prompt as the model sees it. Numbers are 0 where the tokenizer is not read here."""
+    """The first prompt as the model sees it, and the lengths of prompts.
+
+    Numbers are 0 if the tokenizer cannot be read here."""
 
     text: str
     num_tokens: int = 0
     shortest: int = 0
-    """The fewest tokens of the shortest prompts by characters."""
+    """The fewest tokens among the prompts that have the fewest characters."""
     longest: int = 0
-    """The most tokens of the longest prompts by characters."""
+    """The most tokens among the prompts that have the most characters."""
     has_template: bool | None = None
     """Whether the model has a chat template; None if it is not known here."""
     problem: str = ""
     """Why the chat template fails for the first prompt."""
     open_end: tuple[str, int] | None = None
-    """Text and id of the special token that ends a turn in the template, if no completion stops
+    """Text and id of the special token that ends a turn in the template, if completions do not stop
     at it."""
 
 
 def view_prompts(
     rows: Sequence[PromptRow], folder: Path | None, variables: Mapping[str, Any]
 ) -> PromptView:
-    """Returns what the model in `folder` sees of the prompts. `check_prompts_early` has passed.
+    """Returns what the model in `folder` sees of the prompts, which `check_prompts_early` has
+    passed.
 
-    `variables` are for its chat template. Raises ConfigError for one that the template never reads.
+    `variables` are passed to the chat template. Raises ConfigError for one that it never reads.
     """
     prompt = rows[0].prompt
     plain_text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
@@ -97,7 +100,7 @@ def view_prompts(
     render = None if template is None else renderer(template, settings, variables=variables)
     has_template = template is not None or (any(folder.glob("*chat_template*")) and None)
     for name in () if has_template is None else variables:
-        # A misspelt name would change nothing, without a word.
+        # Otherwise a misspelt name would have no effect, and nobody would notice.
         if not re.search(rf"\b{re.escape(name)}\b", template or ""):
             raise ConfigError(
                 f"data.chat_template_kwargs.{name}: the chat template of {folder} reads no such "
@@ -123,10 +126,11 @@ def view_prompts(
     stop_ids = {tokenizer.token_to_id(special_tokens.get("eos_token", ""))}
 
     def count(indices: Iterable[int]) -> list[int]:
+        """Returns the number of tokens of each of these prompts."""
         counts = []
         for index in indices:
             prompt = rows[index].prompt
-            # The run reports with its row what a template refuses.
+            # A prompt that the template refuses is skipped here. The run reports it, with its row.
             with suppress(Exception):
                 encoding = tokenizer.encode(
                     text_of(prompt), add_special_tokens=isinstance(prompt, str)
@@ -157,8 +161,10 @@ def view_prompts(
 def _open_end(
     render: Render | None, tokenizer: Any, stop_ids: Set[int | None]
 ) -> tuple[str, int] | None:
-    """Returns text and id of the special token behind an assistant's turn if that turn has no
-    stop token; None if it has one, or no special token, or if the template refuses."""
+    """Returns text and id of the special token that the template puts after an assistant's answer.
+
+    Returns None if a stop token is there too, if there is no special token, or if the template
+    fails."""
     answer = "a completion"
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
     with suppress(Exception):  # a template may fail in any way
@@ -177,6 +183,9 @@ def _check_sample(
     render: Render | None,
     num_embeddings: int | None,
 ) -> None:
+    """Raises ConfigError for a prompt among `rows`, a sample, as `check_prompts_early` describes.
+
+    `tokenizer` is of the tokenizers library; `render` is None if prompts are plain text."""
     contents: set[str] = set()
     prompts: set[str] = set()
     for number, row in enumerate(rows):
@@ -195,7 +204,8 @@ def _check_sample(
             if number < _NUM_TOKENIZED:
                 contents.add(str([message.get("content") for message in messages]))
                 prompts.add(text)
-        # A token is a byte at least; some special tokens may be added.
+        # A token has at least one byte, so a short text cannot be too long. A few special tokens
+        # may be added.
         if number >= _NUM_TOKENIZED and len(text.encode()) + 8 <= config.max_prompt_tokens:
             continue
         with panics_named(row.where):
@@ -210,7 +220,7 @@ def _check_sample(
                 f"({largest}), and the model embeds {num_embeddings}: its tokenizer is another "
                 "model's"
             )
-    # Such a template would train on one prompt, with plausible rewards.
+    # With such a template the run would train on one prompt only, with plausible rewards.
     if len(contents) > len(prompts) == 1:
         raise ConfigError(
             "model.path: its chat template makes one and the same prompt of different "
@@ -222,8 +232,9 @@ def _check_sample(
 def check_columns(
     rows: Sequence[PromptRow], needs: Iterable[str], reader: str, source: str
 ) -> None:
-    """Raises ConfigError if the rows of `source` lack a column that `reader`, the name of a reward
-    function for the message, needs."""
+    """Raises ConfigError if the rows of `source` lack one of the columns `needs`.
+
+    `reader` names the reward function that needs them, for the message."""
     columns = {*overview_of(rows).columns}
     for name in needs:
         if name not in columns:
@@ -236,8 +247,9 @@ def check_columns(
 
 
 def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
-    """Returns everything that the result of `check_prompts_early` depends on, except the rows and
-    the number of embeddings."""
+    """Returns what the result of `check_prompts_early` depends on, as the key of a cache.
+
+    The rows and the number of embeddings are left out."""
     patterns = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     digests = {path.name: digest_of(path) for path in paths}
@@ -253,13 +265,14 @@ def load_tokenizer_file(file: Path) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _load_cached(file: Path, *_: Any) -> Any:
+    """Returns the tokenizer of `file`. The other arguments only serve as the key of the cache."""
     import tokenizers
 
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise ConfigError(f"model.path: cannot read {file}: {error}") from None
-    # The run tokenizes without both. Padded to 512 tokens, say, each prompt would be too long.
+    # The run uses neither. With padding to 512 tokens, say, every prompt would seem too long.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -268,13 +281,14 @@ def _load_cached(file: Path, *_: Any) -> Any:
 def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
     """Returns the rows to tokenize, in the order of the file.
 
-    These are all rows if they are few. Else they are the longest rows by characters, within half of
-    the budget, and every n-th row, which are about the other half."""
+    These are all rows if they are few. Otherwise they are the rows with the most characters, which
+    take up half of the budget of characters, and every n-th row, which take up about the other
+    half."""
     sizes, half = overview_of(rows).sizes, _CHARACTER_BUDGET // 2
     total = sum(sizes)
     if total <= _CHARACTER_BUDGET:
         return list(rows)
-    # The longest rows are longer than the average, so that no more of them fit into half.
+    # No more of the longest rows can fit into half, since they are longer than the average.
     num_fitting = half * len(rows) // total + 2
     chosen, budget = {0}, half
     for index in heapq.nlargest(num_fitting, range(len(rows)), key=sizes.__getitem__):
@@ -287,7 +301,7 @@ def sample(rows: Sequence[PromptRow]) -> list[PromptRow]:
 
 
 class TemplateRefusal(Exception):
-    """A chat template has refused its messages: it has called raise_exception."""
+    """Raised when a chat template refuses the messages by calling raise_exception."""
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
@@ -301,10 +315,10 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Returns the tokenizer's chat template, or None. Of several, it is the one named "default"."""
+    """Returns the tokenizer's chat template, the one named "default" of several, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        # The file comes from somebody else: a fifo is refused, and the size is bounded.
+        # The file may be somebody else's: a fifo is refused, and the size is limited.
         with open_regular(file, follow=True) as opened:
             return opened.read(1 << 20).decode("utf-8", errors="replace")
     template: Any = settings.get("chat_template")
@@ -322,10 +336,10 @@ def renderer(
     *,
     opens_turn: bool = True,
 ) -> Render | None:
-    """Returns the template as transformers compiles it; None if only transformers can compile it.
+    """Returns a function that renders messages by the template, in the way of transformers.
 
-    `opens_turn` adds the generation prompt, `variables` are further ones of the template. Raises
-    ConfigError, which names model.path."""
+    Returns None if only transformers can compile the template. `opens_turn` adds the generation
+    prompt. `variables` are passed to the template. Raises ConfigError, which names model.path."""
     try:
         import jinja2.ext
         import jinja2.sandbox
@@ -338,12 +352,12 @@ def renderer(
     def to_json(value: Any, **options: Any) -> str:
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
-    # The options of transformers' own compiler. A template is untrusted: the sandbox keeps it
-    # from attributes that reach Python.
+    # The options are those of transformers' own compiler. A template is untrusted: the sandbox
+    # denies it the attributes by which it could reach Python's internals.
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
     )
-    # Unlike jinja2's own, transformers' filter does not escape for HTML.
+    # Unlike jinja2's own filter, that of transformers does not escape characters for HTML.
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)

@@ -42,7 +42,7 @@ def explain(
 ) -> list[str]:
     """Returns the lines that `--explain` prints.
 
-    If `model` is None, its sizes are unknown, and a line tells so. `num_rows` counts data.train."""
+    If `model` is None, its sizes are unknown, and a line says so. `num_rows` counts data.train."""
     sections: dict[str, Iterable[Row]] = {
         "a step": _step_rows(config, num_ranks),
         "the run": _run_rows(config, num_rows),
@@ -71,6 +71,7 @@ def explain(
 
 
 def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
+    """Yields the counts of one step: ranks, samples, tokens, batches and passes."""
     rollout, training, tp = config.rollout, config.training, config.rollout.engine_ranks
     prompts, group, max_tokens = (
         rollout.num_prompts_per_step,
@@ -132,9 +133,11 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 
 def _extra_pass_rows(config: Config) -> Iterator[Row]:
+    """Yields the number of forward passes that a step makes besides those of the update."""
     loss, training, teacher = config.loss, config.training, config.teacher
     passes = extra_passes(config)
-    # They are computed before the first update, unless the update itself or the engine has them.
+    # Old logprobs are computed before the first update, unless those of the update itself or of the
+    # engine serve as such.
     explanation = f"a forward of all rollouts if needed: {training.num_optimizer_steps} optimizer"
     explanation += f" steps, old_logprobs {loss.old_logprobs}, kl_in {loss.kl_in}"
     yield Row("extra passes for old logprobs", str(passes.old_logprobs), explanation)
@@ -155,11 +158,12 @@ def _extra_pass_rows(config: Config) -> Iterator[Row]:
 
 
 def _run_rows(config: Config, num_rows: int) -> Iterator[Row]:
+    """Yields the counts of the whole run: rows, epochs, samples, optimizer steps, schedule."""
     prompts, steps = config.rollout.num_prompts_per_step, config.training.num_steps
     samples, is_dynamic = prompts * config.rollout.group_size, config.rollout.dynamic_sampling
     drops_rows = config.data.on_long_prompt == "drop"
     dropped = "; prompts over max_prompt_tokens are dropped" if drops_rows else ""
-    # Refills take prompts too: then an epoch has at most so many steps.
+    # Refills take prompts too, and dropped rows give none: then the figures are only bounds.
     at_most = "<= " if is_dynamic or drops_rows else ""
     at_least = ">= " if is_dynamic or drops_rows else ""
     limit = "<= " if drops_rows else ""
@@ -217,6 +221,7 @@ def sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row
 
 
 def _origins(config: Config, sources: Mapping[str, str], with_defaults: bool) -> Iterator[str]:
+    """Yields a line for each key: its value and where it was set."""
     values = flatten_config(config)
     names = [name for name in values if with_defaults or sources[name] != "default"]
     for name in names:

@@ -1,7 +1,7 @@
-"""Asks the planner whether a run fits its GPUs, and what its config's auto stands for.
+"""Asks the planner whether a run fits its GPUs, and which values to use where the config says auto.
 
 The planner runs in a process of its own, because it replaces parts of torch while it works. That
-process runs this module, which ties it to the rank that asks.
+process runs this module first, which makes it end with the rank that asks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAN_S = 300.0
 
 
 class Decision(NamedTuple):
-    """Holds what stands in the place of auto, and a line about it for the log."""
+    """The values to use in the place of auto, and a line about them for the log."""
 
     values: dict[str, Any]  # by key
     line: str
@@ -45,10 +45,11 @@ def ranks_of_a_node() -> int:
 
 
 def keep_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
-    """Returns the config with the values of a checkpoint's flat config in the place of auto.
+    """Returns the config with the values that a checkpoint recorded in the place of auto.
 
-    A micro-batch that would no longer hold the longest rollout is decided anew, and so is an engine
-    that the ranks of a node no longer make up.
+    `recorded` is the checkpoint's flat config. Two values are left to be decided anew if they do
+    not fit any more: a micro-batch that cannot hold the longest rollout, and an engine whose number
+    of ranks does not divide the ranks of a node.
     """
     values = {key: recorded[key] for key in DECIDED_KEYS if recorded.get(key, "auto") != "auto"}
     if values.get(MICRO_BATCH_KEY, math.inf) < config.max_rollout_tokens:
@@ -61,8 +62,9 @@ def keep_recorded(config: Config, recorded: Mapping[str, Any]) -> Config:
 def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: int) -> Decision:
     """Returns what the planner decides for GPUs of this name and memory.
 
-    Raises ConfigError if the run cannot fit by its counted bytes. If the planner cannot say, the
-    run goes on with the planner's first choices, and the line says so.
+    Raises ConfigError if the bytes that the planner counts exactly do not fit. If the planner
+    fails, the values are its first choices, and the line says that it is not known whether they
+    fit.
     """
     try:
         plan = run_planner(config, card_name(device_name, gib), num_ranks)
@@ -90,23 +92,23 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
 
 
 def values_text(values: Mapping[str, Any]) -> str:
-    """Returns the values of DECIDED_KEYS in one line."""
+    """Returns the values of DECIDED_KEYS as one line of text."""
     pairs = (f"{key.partition('.')[2]}: {json.dumps(value)}" for key, value in values.items())
     return ", ".join(pairs).replace('"', "")
 
 
 def card_name(device_name: str, gib: float) -> str:
-    """Returns what the planner calls a device."""
+    """Returns the name of a device, or its figures, as the planner's --gpu takes them."""
     card = find_device(device_name, gib)
-    # Memory alone is asked about: the speeds of an unknown card do not matter.
+    # The question is only about memory, so the speeds of an unknown card can be made up.
     return card.name if card else f"{gib:.2f}GiB,100TFLOPS,1000GB/s"
 
 
 def run_planner(
     config: Config, card: str, num_ranks: int, *, limit_s: float = _PLAN_S
 ) -> dict[str, Any]:
-    """Returns the plan as JSON. Raises OSError, ValueError or SubprocessError without one."""
-    # No GPU, and nothing of this launch of torchrun: the planner has ranks of its own.
+    """Returns the plan as JSON. Raises OSError, ValueError or SubprocessError if there is none."""
+    # The planner gets no GPU and no variables of this launch by torchrun: it plans for other ranks.
     environment = without_launch(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(prefix="grpo_spmd_plan_") as folder:
         source, result = Path(folder, "config.yaml"), Path(folder, "plan.json")
@@ -130,6 +132,6 @@ def run_planner(
 
 
 if __name__ == "__main__":
-    # Nothing else would end it where the run is killed.
+    # If the run is killed, nothing else would end this process.
     end_with_parent(signal.SIGKILL, int(sys.argv.pop(1)))
     runpy.run_module("grpo_spmd.plan", run_name="__main__", alter_sys=True)

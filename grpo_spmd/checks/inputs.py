@@ -1,7 +1,8 @@
-"""Everything that can be refused before torch is imported.
+"""Makes all checks of a run's inputs that are possible before torch is imported.
 
-A mistake costs a second and one line of text, not a GPU minute. `check_inputs` makes all checks
-that the config needs: cheap checks of the config first, and what differs between machines last.
+So a mistake is reported after a second, in one line, without a minute of GPU time. `check_inputs`
+makes all checks that the config needs: cheap checks of the config first, and what differs between
+machines last.
 """
 
 from __future__ import annotations
@@ -47,14 +48,13 @@ from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 
 @dataclass(frozen=True)
 class Inputs:
-    """The rows of the data sets and the reward functions, read and checked before torch is
-    imported."""
+    """The rows of the data sets, and the reward functions, after reading and checking them."""
 
     rows: Sequence[PromptRow]
     eval_rows: dict[str, Sequence[PromptRow]]  # by the set's name; empty if eval.every_steps is 0
     rewards: Sequence[Reward] = ()  # in the order of the config
     notes: list[str] = field(default_factory=list)  # for the run's log
-    start_time: float = field(default_factory=time.monotonic)  # the run's, after reading
+    start_time: float = field(default_factory=time.monotonic)  # of the run, once all is read
 
     @property
     def row_sets(self) -> list[Sequence[PromptRow]]:
@@ -62,7 +62,7 @@ class Inputs:
 
     @property
     def columns(self) -> set[str]:
-        """Returns the columns of all sets. A row without one of them passes None for it."""
+        """The columns of all sets. For a column that a row lacks, rewards get None."""
         return {name for rows in self.row_sets for name in overview_of(rows).columns}
 
     @property
@@ -79,37 +79,37 @@ def check_inputs(
     folder, packages, disk and servers are not checked. `sources` tells where each value was set.
     Raises ConfigError, which names the key or file:line.
     """
-    # The config alone.
+    # Checks of the config alone.
     check_idle_keys(config, sources)
-    # Only a launcher sets it. A question about a config is about num_ranks alone.
+    # Only a launcher sets LOCAL_WORLD_SIZE. A question about a config is about `num_ranks` alone.
     local_ranks = os.environ.get("LOCAL_WORLD_SIZE") if to_run else None
     check_world_size(config, num_ranks, int(local_ranks) if local_ranks else None)
     if to_run:
         check_run_dir(config)
-    # Model folders. None for a hub id outside the cache.
+    # Checks of model folders. `folder` is None for a hub id that is not in the cache.
     folder = check_model(config, to_run=to_run)
     check_engine_keys(config.rollout.engine)
     if config.teacher.is_on:
         check_teachers(config, num_ranks=num_ranks, to_run=to_run)
     if config.critic.path is not None:
         check_critic_model(config, to_run=to_run)
-    # Users' code, which is only loaded.
+    # Users' code is loaded here, but not called.
     rewards = load_rewards(config.rewards)
     _check_pool(config)
-    # Rows, against the columns that the rewards need and the model's tokenizer. Sets that are never
-    # evaluated need not exist.
+    # The rows must have the columns that the rewards need, and must suit the model's tokenizer.
+    # Sets that are never evaluated need not exist.
     eval_sets = config.data.eval_sets if config.eval.every_steps else ()
     rows = read_and_check_rows(config, rewards, folder)
     eval_rows = {name: read_and_check_rows(config, rewards, folder, name) for name in eval_sets}
     inputs = Inputs(rows, eval_rows, rewards)
-    # Everything that looks at rows again.
+    # Checks that look at the rows again.
     if any(reward.is_measured for reward in config.rewards):
         _check_servers(config, inputs, num_ranks)
     row_sets = {f"data.eval.{name}": eval_set for name, eval_set in eval_rows.items()}
     check_reward_models(config, {"data.train": rows} | row_sets, to_run=to_run)
     check_engine_judges(config, folder, inputs.row_sets)
-    # Data without answers that the rewards can read is refused. If only some rows lack them, there
-    # is a warning.
+    # If no row has an answer that the rewards can read, the data is refused. If only some rows lack
+    # one, there is a warning.
     warnings = find_gold_warnings(config, rows, is_held_out=False)
     for eval_set in eval_rows.values():
         warnings += find_gold_warnings(config, eval_set, is_held_out=True)
@@ -129,12 +129,14 @@ def check_inputs(
 
 
 def _check_pool(config: Config) -> None:
+    """Raises ConfigError if the reward pool cannot have its workers, or if its time limit is too
+    short."""
     allow_workers(config.reward_pool.num_workers, "reward_pool.num_workers")
     limit_s = config.reward_pool.timeout_s
     for index, reward in enumerate(config.rewards):
         time_s = reward.args.get("time_s", DEFAULT_TIME_S)
-        # The sandbox ends an endless loop after time_s and scores it as wrong. The pool kills
-        # its worker after timeout_s, and the completion stays unknown.
+        # The sandbox ends an endless loop after time_s and scores the completion as wrong. The pool
+        # kills the worker after timeout_s, and the reward stays unknown.
         if reward.name == "code" and reward.is_shipped and time_s > limit_s - 1:
             raise ConfigError(
                 f"rewards.{index}.args.time_s ({time_s:g}) must be at least a second under "
@@ -163,7 +165,7 @@ def read_and_check_rows(
         if folder is not None:
             check_prompts_early(rows, config.data, folder, num_embeddings(folder))
 
-    # That the rows passed is noted on the node, until they or the tokenizer's files change.
+    # The node's cache remembers that the rows passed, until they or the tokenizer's files change.
     depends_on = None
     if folder is not None:
         depends_on = [prompt_check_inputs(folder, config.data), num_embeddings(folder)]
@@ -172,6 +174,8 @@ def read_and_check_rows(
 
 
 def _check_servers(config: Config, inputs: Inputs, num_ranks: int) -> None:
+    """Raises ConfigError if limits on calls leave no time, or if a column cannot be sent as
+    JSON."""
     check_calls(config.rewards, num_ranks)
     for rows in inputs.row_sets:
         check_sent(config.rewards, rows)
@@ -188,7 +192,9 @@ def _check_servers(config: Config, inputs: Inputs, num_ranks: int) -> None:
 def find_gold_warnings(
     config: Config, rows: Sequence[PromptRow], *, is_held_out: bool
 ) -> list[str]:
-    """Returns the warnings of `check_gold`, cached on the node. Raises ConfigError."""
+    """Returns a warning for each shipped reward that has nothing to compare with in some rows.
+
+    The warnings are those of `check_gold`, cached on the node. Raises ConfigError as it does."""
     rewards = [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]
     # The path is part of the key because the cached warnings quote it.
     depends_on = [rows[0].where if rows else "", is_held_out, rewards]

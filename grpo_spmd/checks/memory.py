@@ -1,10 +1,10 @@
 """Computes the memory of a rank from the config and the tensor shapes, and advises on the config.
 
 The arithmetic is exact, and `--explain` prints it. The planner (tools/plan) adds the peaks of
-forward and backward passes, which it measures on fake tensors. The second half of the file looks
-for config keys that have no effect, and gives advice about configs that are valid. A config may be
-valid and still not do what its author meant. If the run would certainly be meaningless, the config
-is refused. Everything else is a line of `--explain`, printed only if it is true, with its numbers.
+forward and backward passes, which it measures on fake tensors. The second half of the file is about
+valid configs that may still not do what their author meant: it looks for config keys that have no
+effect, and gives advice. If the run would certainly be meaningless, the config is refused.
+Everything else is a line of `--explain`, printed only if it applies, with its numbers.
 
 Words: a *shard* is the part of every tensor that FSDP2 gives to one rank. A *replica* is a group of
 ranks that together hold one whole copy of the policy. *numel* counts elements, *itemsize* is the
@@ -34,9 +34,9 @@ ITEMSIZE = {"float32": 4, "bfloat16": 2}
 # Bytes of a trained parameter: its float32 value and AdamW's two float32 moments.
 TRAINED_ITEMSIZE = 12
 _NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
-# Added to a judge's prompt: fixed instructions, marks around the completion, the chat template.
+# What a judge's prompt has besides its rubric: instructions, marks around texts, chat template.
 _JUDGE_EXTRA_TOKENS = 512
-# The first parts of all metrics' names.
+# The part before the first "/" of every metric's name.
 _METRICS = (
     "batching", "completion", "critic", "dynamic_sampling", "environment", "episode", "eval",
     "loss", "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction",
@@ -45,7 +45,7 @@ _METRICS = (
 
 
 class Row(NamedTuple):
-    """A Row is one line of `--explain`: a name, a value, and where the value comes from."""
+    """One line of `--explain`: a name, a value, and where the value comes from."""
 
     name: str
     value: str
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def replica_ranks(config: Config, num_ranks: int) -> int:
-    """Returns over how many ranks one copy of the policy is sharded."""
+    """Returns the number of ranks over which one copy of the policy is sharded."""
     return num_ranks // config.model.num_replicas
 
 
@@ -77,11 +77,11 @@ def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
     """
     adapters: Shapes = {}
     for name, shape in shapes.items():
-        # target_modules names the last part, as peft does: q_proj, not its path.
+        # As in peft, target_modules has the last part of a name: q_proj, without the path.
         module = name.removesuffix(".weight").rpartition(".")[2]
-        # Embedding and lm_head have no layer number: adapters leave them out.
+        # Embedding and lm_head have no layer number, and get no adapters.
         is_target = lora.target_modules == "all-linear" or module in lora.target_modules
-        # peft adapts linear layers, of which experts have none.
+        # peft adapts only linear layers; the experts' weights are not in such layers.
         is_linear = len(shape) == 2 and ".experts." not in name
         if is_target and is_linear and re.search(r"\.layers\.\d+\.", name):
             adapters[f"{name}.lora_A"] = (lora.rank, shape[1])
@@ -94,16 +94,16 @@ class ExtraPasses(NamedTuple):
 
     old_logprobs: int
     reference: int
-    # Values of a critic that is a head on the policy's layers.
+    # For the values of a critic that is a head on the policy's layers.
     policy_values: int
-    # Of teachers that are the policy or the reference.
+    # For teachers that are the policy or the reference.
     shared_teachers: int
 
 
 def extra_passes(config: Config) -> ExtraPasses:
     """Returns which forward passes a step makes before its update."""
     loss = config.loss
-    # With one optimizer step the old logprobs are those of the update itself.
+    # With one optimizer step, the logprobs of the update itself serve as the old ones.
     needs_old = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
     return ExtraPasses(
         old_logprobs=int(loss.old_logprobs != "engine" and needs_old),
@@ -123,9 +123,9 @@ def is_shared_teacher(config: Config, path: str) -> bool:
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
-    """Returns how many rollouts one rank trains on in one optimizer step.
+    """Returns how many rollouts one rank trains on in one optimizer step, at most.
 
-    All rollouts are taken as equally long.
+    All rollouts are assumed to have the same length.
     """
     rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     return -(-(rollouts // config.training.num_mini_batches) // num_ranks)
@@ -144,7 +144,7 @@ def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
 
 def micro_batch_tokens(config: Config, num_ranks: int) -> int:
     """Returns the most tokens that one micro-batch can have."""
-    # With few rollouts the budget is never reached.
+    # If a rank has few rollouts, all of them together may be less than the budget.
     rank_tokens = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
     return min(config.micro_batch_tokens, rank_tokens)
 
@@ -156,13 +156,13 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
 class State:
     """Counts what one rank holds of the policy between updates."""
 
-    # Parameters in a full shard.
+    # The number of parameters in a full shard.
     shard: int
-    # Parameters that train: those of the shard, or of its LoRA adapters.
+    # The number of parameters that train: those of the shard, or of its LoRA adapters.
     trained: int
-    # Bytes of the frozen base model under LoRA adapters.
+    # The bytes of the frozen base model under LoRA adapters; 0 without LoRA.
     base: int
-    # Bytes of the reference model.
+    # The bytes of the reference model; 0 if there is none, or if it is the base.
     reference: int
 
     @property
@@ -196,7 +196,7 @@ def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
 def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
     """Returns the bytes and the number of collectives of one weight sync in a replica.
 
-    Both are counted as SyncStats counts them. `num_ranks` are the ranks of the replica.
+    They are the same as the run's SyncStats. `num_ranks` is the number of ranks of the replica.
     """
     numel = shard_numel(shapes, num_ranks)
     if num_ranks == 1:
@@ -216,18 +216,21 @@ def sync_buffers(
     adapters = adapter_shapes(shapes, lora) if merges else {}
     buffers: dict[str, int] = {}
     if adapters:
-        # All A matrices are gathered before.
+        # All A matrices are gathered before the first bucket, and kept as float32.
         numel_a = sum(math.prod(s) for name, s in adapters.items() if name.endswith(".lora_A"))
         buffers["adapters, whole"] = 4 * numel_a
-    # The bytes of each tensor, with the padding of every rank's shard, and of its W + BA with W,
-    # unless W is float32 already.
+    # For each tensor: the bytes of the whole tensor in the engine's dtype, with the padding of
+    # every rank's shard; and the bytes that merging this rank's shard takes: W + BA in float32,
+    # beside a float32 copy of W unless W is float32 already.
     sizes: list[tuple[int, int]] = []
     for name, shape in shapes.items():
         numel = shard_numel({name: shape}, ranks)
         merged = numel * (4 if itemsize == 4 else 8) * (f"{name}.lora_B" in adapters)
         sizes.append((ranks * numel * itemsize, merged))
     if ranks == 1:
-        # No bucket: each tensor is rounded, or merged, on its way into the engine.
+        # There are no buckets: each tensor is rounded, or merged and then rounded, on its way into
+        # the engine. The peak is while it is merged, or while the rounded tensor is made from the
+        # merged one.
         buffers["largest tensor"] = max(
             max(merged, whole + min(merged, 4 * whole // itemsize)) for whole, merged in sizes
         )
@@ -235,9 +238,10 @@ def sync_buffers(
     numel = shard_numel(shapes, ranks)
     bucket = min(max(1, bucket_bytes // (ranks * itemsize)), numel)
     num_buckets = -(-numel // bucket)
-    # One bucket is gathered while the engine is handed the other.
+    # One bucket is gathered while the tensors of the bucket before it are copied to the engine.
     buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
-    # The next bucket, if any, is filled while a tensor of this one is put together.
+    # If there are several buckets, a tensor of one bucket may be put together while a shard is
+    # merged for the next bucket: then both buffers exist at the same time.
     largest = [max(size) for size in zip(*sizes, strict=True)]
     buffers["largest tensor"] = sum(largest) if num_buckets > 1 else max(largest)
     return buffers
@@ -315,11 +319,11 @@ def engine_weights(config: Config, model: ModelFacts) -> int:
 def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     """Returns the bytes of host memory that an engine on a GPU pins on one rank while it sleeps.
 
-    0 if it never keeps its weights: it does at `sleep_level` 1, and at either level while reward
-    models score. vLLM copies each block of its pool into a tensor of its own at every such sleep,
-    also a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33). Torch pins that in powers
-    of two, and keeps it for later sleeps (CachingHostAllocator). `tables` are bytes of one more
-    tensor in the pool."""
+    An engine keeps its weights in host memory at `sleep_level` 1, and at either level while reward
+    models score; otherwise this is 0. At every such sleep vLLM copies each block of its pool into a
+    pinned tensor, even those of a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33).
+    Torch rounds the size of each up to a power of two, and keeps the memory for later sleeps
+    (CachingHostAllocator). `tables` are the bytes of one more tensor in the pool."""
     scores = any(reward.model is not None for reward in config.rewards)
     if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
         return 0
@@ -327,13 +331,14 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     sizes = Counter({"tables": tables})
     for shapes in (model.shapes, engine_adapter_shapes(config, model.shapes)):
         for name, shape in shapes.items():
-            # vLLM makes one tensor of each of these groups, but not of their adapters.
+            # vLLM merges q, k and v, and gate and up, into one tensor each, but not their adapters.
             if not name.endswith(("lora_A", "lora_B")):
                 name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
                 name = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
             sizes[name] += itemsize * math.prod(shape) // (tp if len(shape) > 1 else 1)
-    # Torch's blocks on a GPU: tensors up to 1 MiB share 2 MiB, those below 10 MiB share 20 MiB, and
-    # larger ones have whole 2 MiB of their own (c10/cuda/CUDACachingAllocator, 2.11 to 2.14).
+    # Torch's blocks on a GPU: tensors up to 1 MiB share blocks of 2 MiB, those below 10 MiB share
+    # blocks of 20 MiB, and each larger one has its own, a multiple of 2 MiB
+    # (c10/cuda/CUDACachingAllocator, 2.11 to 2.14).
     mib = 1 << 20
     small = sum(size for size in sizes.values() if size <= mib)
     middle = sum(size for size in sizes.values() if mib < size < 10 * mib)
@@ -345,7 +350,8 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
 def engine_adapter_shapes(config: Config, shapes: Shapes) -> Shapes:
     """Returns the shapes of the adapters that an engine holds beside the base, {} if it gets none.
 
-    vLLM makes room for the next of its own ranks."""
+    vLLM allocates them for the smallest of the ranks that it knows (ADAPTER_RANKS) that
+    suffices."""
     lora = config.model.lora
     if not lora.base_stays_in_engine:
         return {}
@@ -355,7 +361,7 @@ def engine_adapter_shapes(config: Config, shapes: Shapes) -> Shapes:
 
 def kv_itemsize(config: Config) -> int:
     """Returns the bytes of one number in the KV cache."""
-    # A run refuses fp8 (checks/machine.py), but the planner may be asked about it.
+    # checks/machine.py refuses fp8 for a run, but the planner may be asked about it.
     is_fp8 = str(config.rollout.engine.get("kv_cache_dtype", "")).startswith("fp8")
     return 1 if is_fp8 else ITEMSIZE[config.model.dtype]
 
@@ -378,10 +384,11 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
 
 
 def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.inf) -> float:
-    """Returns the most sequences that one engine gets at one time.
+    """Returns the most sequences that one engine can get at one time.
 
-    `num_held_out` counts the prompts of all held-out sets; without it, as where no data is read,
-    an evaluation has no bound. A judge gets one text for each completion, so never more."""
+    `num_held_out` counts the prompts of all held-out sets. If it is not known because no data was
+    read, an evaluation has no bound. A judge gets one text for each completion, so it never gets
+    more."""
     engines = num_ranks // config.rollout.engine_ranks
     rollouts = sequences_of_engine(config, num_ranks)
     # An evaluation distributes completions, not prompts.
@@ -406,7 +413,7 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     explanation = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
     explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
     yield Row("KV cache of a token", size_text(token_bytes), explanation)
-    # A judge that is the engine may read longer texts than rollouts are.
+    # A judge that the engine serves may read texts that are longer than any rollout.
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
     yield Row(
@@ -425,13 +432,13 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:
-    """Returns the longest prompt, in tokens, of each judge that is the run's own engine.
+    """Returns the longest prompt, in tokens, of each judge that the run's own engine serves.
 
     The keys are indices into `config.rewards`. The limit is the judge's max_tokens, if it is set.
-    Else it is a bound that needs no tokenizer: the rubric's bytes, and the limits of the prompts
-    and completions that are put into the rubric. An eighth is added, because these texts are
-    encoded again, as JSON in a chat. A data column counts as a prompt. Raises ConfigError for a
-    rubric that cannot be read.
+    Otherwise it is a bound that needs no tokenizer: the rubric's bytes, and the limits of the
+    prompts and completions that are put into the rubric. An eighth is added to these limits,
+    because the texts are tokenized again, as JSON in a chat. A data column counts as a prompt.
+    Raises ConfigError for a rubric that cannot be read.
     """
     prompt_limit = config.data.max_prompt_tokens
     completion_limit = config.max_rollout_tokens - prompt_limit
@@ -443,14 +450,15 @@ def judge_prompt_tokens(config: Config) -> dict[int, int]:
         inserted = sum(
             completion_limit if name == "completion" else prompt_limit for name in fields_in(rubric)
         )
-        # A token is at least a byte: the bytes bound the rubric's tokens.
+        # A token has at least one byte, so the rubric has at most as many tokens as bytes.
         bound = len(rubric.encode()) + _JUDGE_EXTRA_TOKENS + inserted * 9 // 8
         tokens[index] = reward.max_tokens or bound
     return tokens
 
 
 def judge_tokens(config: Config) -> dict[int, int]:
-    """Returns the most tokens of prompt and reply together, of each judge that is the engine."""
+    """Returns the most tokens of prompt and reply together, for each judge that the engine
+    serves."""
     return {
         index: tokens + config.rewards[index].judge_tokens
         for index, tokens in judge_prompt_tokens(config).items()
@@ -458,7 +466,8 @@ def judge_tokens(config: Config) -> dict[int, int]:
 
 
 def engine_tokens(config: Config) -> int:
-    """Returns vLLM's max_model_len: the longest rollout, or a judge's prompt and reply.
+    """Returns vLLM's max_model_len: the tokens of the longest rollout, or of a judge's prompt and
+    reply.
 
     Raises ConfigError for a rubric that cannot be read.
     """
@@ -477,13 +486,13 @@ def size_text(num_bytes: float) -> str:
 
 
 def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) -> None:
-    """Raises ConfigError for keys that would silently make another run than the user meant.
+    """Raises ConfigError for keys with which the run would silently not do what the user meant.
 
     `sources` tells where each key was set, as load_config_with_sources returns it.
     """
     sources = sources or {}
     lora = config.model.lora
-    # Rank 0 may be set on purpose, to switch adapters off for one launch.
+    # A rank of 0 may be set on purpose, to switch adapters off for one launch.
     lora_key = _first_key_set(sources, "model.lora.")
     if not lora.rank and lora_key and sources.get("model.lora.rank") == "default":
         raise ConfigError(
@@ -496,7 +505,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
             "some: [q_proj]"
         )
     teacher_key = _first_key_set(sources, "teacher.")
-    # The config of a finished run sets every key: there teacher.path itself is set to null.
+    # The recorded config of a run sets every key, teacher.path too (to null): that is no mistake.
     if teacher_key and not config.teacher.is_on and sources.get("teacher.path") == "default":
         raise ConfigError(
             f"teacher.path is not set, so that {teacher_key} would do nothing; set it to the "
@@ -535,7 +544,8 @@ def idle_keys(config: Config, sources: Mapping[str, str]) -> Iterator[str]:
     for name, conditions in read_table("idle_keys.tsv"):
         reason = met_conditions(conditions, values)
         for key in fnmatch.filter(sources, name) if reason else ():
-            # A recipe sets keys for its algorithm that another override may make idle.
+            # A recipe sets keys for its algorithm, which the user's override of another key may
+            # make idle: that is no mistake.
             if not sources[key].startswith(("default", FROM_RECIPE)):
                 yield f"{key} does nothing: {reason}"
 
@@ -567,7 +577,7 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             "the group's mean reward, and where that is not above 0 the group teaches nothing"
         )
     rollout, training, optimizer = config.rollout, config.training, config.optimizer
-    # Engines wait for the one with most groups.
+    # All engines wait for the one that samples the most groups.
     prompts, engines = rollout.num_prompts_per_step, num_ranks // rollout.engine_ranks
     if prompts % engines:
         problem = f"some sample {-(-prompts // engines)} groups a step, others {prompts // engines}"

@@ -40,11 +40,13 @@ _COPY_AGAIN = "copy or download it again"
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
 _HUB_ADDRESS = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)"
 _TOKENIZER_FILES = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken", "tekken*")
-# transformers' causal LMs that cannot attend to packed rows: encoders with a head, recurrent ones.
+# Model types that transformers lists as causal LMs, but that cannot attend to packed rows: encoders
+# with a head, and recurrent models.
 _ENCODERS = (
     r"(.*-)?(bert|bert-generation|big_bird|camembert|data2vec-text|electra|ernie|rembert|"
     r"(.*)?roberta(-.*)?|xmod)"
 )
+# Keys without which the shapes of these families cannot be computed; config.json may omit them.
 _DEFAULT_SIZES = {
     "mistral": ("num_key_value_heads",),
     "qwen2": ("num_key_value_heads",),
@@ -56,8 +58,8 @@ _RECURRENT = r".*mamba.*|rwkv|xlstm|recurrent_gemma"
 def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     """Returns the folder of `model.path` after checking it. Raises ConfigError.
 
-    Returns None for a hub id that is not in the cache yet. If the config is checked `to_run`, the
-    hub is asked whether the model exists.
+    Returns None for a hub id that is not in the cache yet. `to_run`: the run is about to start, so
+    the hub is asked whether such a model exists, and limits of vLLM on this machine are checked.
     """
     path = config.model.path
     folder = find_model_folder(path, "model.path", to_run=to_run)
@@ -71,7 +73,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
             problem = f"cannot read {error.filename}: {error.strerror}"
         remedy = "" if "; " in problem else f"; {_COPY_AGAIN}"
         raise ConfigError(f"model.path: {problem}{remedy}") from None
-    # Without its files transformers would make a tokenizer up.
+    # Without these files transformers would make up a tokenizer.
     if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ConfigError(
             f"model.path: {folder} holds no tokenizer; copy tokenizer.json and "
@@ -81,11 +83,11 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     if to_run:
         _check_cpu_engine(config, model)
     expected_shapes = shapes_from_config(model)
-    # config.json may omit the defaults of its family, which cannot always be computed.
+    # If config.json leaves out one of these keys, the shapes are not known and not compared.
     defaults = _DEFAULT_SIZES.get(str(model["model_type"]), ())
     if all(isinstance(model.get(name), int) for name in defaults):
         _check_shapes(folder, shapes, expected_shapes)
-    # Families without known shapes: their classes in transformers have no such bias.
+    # If the family's shapes are not known, a bias of lm_head is noticed only here.
     if "lm_head.bias" in shapes and not expected_shapes:
         raise ConfigError(
             f"model.path: {path} has a bias in its lm_head, which the chunked logprobs do not "
@@ -101,7 +103,7 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
 
     Raises UntrustedError, OSError or ConfigError.
     """
-    # The reader of a fifo would wait for ever, and a device has no end.
+    # Reading a fifo could wait for ever, and reading a device may never end.
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UntrustedError(f"{file} is neither a file nor a folder")
@@ -117,11 +119,13 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
 
 
 def num_embeddings(folder: Path) -> int | None:
-    """Returns how many tokens have an embedding in a model that has been checked, or None."""
+    """Returns how many tokens have an embedding, or None. The model must have been checked
+    before."""
     return _embedding_rows(_read_shapes(folder), read_model_config(folder))
 
 
 def _check_type(model_type: str, path: str) -> None:
+    """Raises ConfigError if no causal LM of this `model_type` can be trained."""
     for pattern, problem in (
         (_ENCODERS, "an encoder, of which no text is sampled"),
         (_RECURRENT, "recurrent"),
@@ -154,9 +158,9 @@ def read_package_file(package: str, path: str) -> str:
 
 
 def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError for what vLLM for the CPU cannot do.
+    """Raises ConfigError for what vLLM's build for the CPU cannot do, if that one is installed.
 
-    It lacks some head sizes, and cannot have a KV cache that is larger than the memory.
+    It lacks some head sizes, and its KV cache cannot be larger than the host's memory.
     """
     if importlib.util.find_spec("vllm") is None or version_of("vllm") is not None:
         return
@@ -186,7 +190,8 @@ def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _read_shapes(folder: Path) -> Shapes:
-    """Returns the shapes in the headers of all files, after comparing them with the index.
+    """Returns the shapes of all tensors by the files' headers, after comparing these with the
+    index.
 
     Raises UntrustedError or OSError.
     """
@@ -213,7 +218,7 @@ def _read_shapes(folder: Path) -> Shapes:
                 f"{folder}: the index has {name} in {file.name}, whose header lacks it "
                 f"({hint}): files of two downloads; {_COPY_AGAIN}"
             )
-    # The files that the policy reads, which may be fewer.
+    # The tensors that the policy reads, which may be in fewer files.
     shapes = shapes_from_headers(folder, tied=False)
     for header in headers.values():
         for name, entry in header.items():
@@ -228,9 +233,9 @@ def _read_shapes(folder: Path) -> Shapes:
 
 
 def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None:
-    """Raises ConfigError if the tensors differ from what config.json demands.
+    """Raises ConfigError if a tensor is missing, or has another shape than by config.json.
 
-    The policy would refuse the same, but only after the engine has started.
+    The policy would refuse the same model, but only after the engine has started.
     """
     for name, shape in expected_shapes.items():
         if name not in shapes:
@@ -246,9 +251,10 @@ def _check_shapes(folder: Path, shapes: Shapes, expected_shapes: Shapes) -> None
 
 
 def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
+    """Raises ConfigError if an entry of `target_modules` names no linear layer of the model."""
     if not lora.rank or lora.target_modules == "all-linear":
         return
-    # Adapters go to layers alone.
+    # Only matrices in a numbered layer get adapters.
     layers = [
         name.removesuffix(".weight")
         for name, shape in shapes.items()
@@ -274,8 +280,8 @@ def _embedding_rows(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
 def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
     """Raises ConfigError if a token of the vocabulary has no embedding.
 
-    Added tokens need one only if a prompt holds them: Llama 2's padding token, added to 32,000
-    others, is in no prompt."""
+    Added tokens are not checked, since they need an embedding only if a prompt contains them. Llama
+    2's padding token, which was added to 32,000 others, is in no prompt."""
     file = folder / "tokenizer.json"
     if embeddings is None or not file.is_file():
         return
@@ -288,13 +294,13 @@ def _check_tokenizer(folder: Path, embeddings: int | None) -> None:
 
 
 def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the sizes in config.json, `model`, do not fit the config.
+    """Raises ConfigError if the model's sizes do not fit the config. `model` is config.json.
 
     rollout.tensor_parallel_size must divide the attention heads, and divide the KV heads or be a
     multiple of them. Sizes that config.json lacks are not checked.
     """
     max_tokens, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
-    # Beyond its positions a model computes, and computes nonsense.
+    # Beyond its positions a model raises no error, but gives nonsense.
     if isinstance(positions, int) and max_tokens > positions:
         prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
         raise ConfigError(
@@ -303,7 +309,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
         )
     size, heads = config.rollout.engine_ranks, model.get("num_attention_heads")
     rule = f"rollout.tensor_parallel_size ({size}) must divide the model's"
-    # vLLM splits heads over an engine's ranks; it repeats KV heads if there are fewer.
+    # vLLM splits the heads over an engine's ranks, and repeats KV heads if there are fewer.
     if isinstance(heads, int) and heads % size:
         raise ConfigError(f"{rule} {heads} attention heads")
     kv_heads = model.get("num_key_value_heads")
@@ -322,7 +328,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
 def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
     """Returns the bytes of KV cache on a rank for the engine's longest text; 0 if unknown."""
     sizes = dimensions(model)
-    # A sliding window bounds the cache.
+    # With a sliding window the cache needs less than the whole text.
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
     token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.engine_ranks)
@@ -345,8 +351,8 @@ def find_model_folder(
 ) -> Path | None:
     """Returns the folder of a model, by its path or hub id. Raises ConfigError, which names `key`.
 
-    Returns None for a hub id that is not in the cache yet. If the config is checked `to_run`, the
-    hub is asked whether the model exists."""
+    Returns None for a hub id that is not in the cache yet. `to_run`: the run is about to start, so
+    the hub is asked whether such a model exists."""
     folder = Path(path)
     if not folder.is_dir():
         # A path whose first folder exists is meant as a path, not as a hub id.
@@ -369,7 +375,7 @@ def find_model_folder(
 
 
 def folder_with_config(path: str, key: str, revision: str | None = None) -> Path:
-    """Returns the folder of a model of which config.json is enough. Raises ConfigError."""
+    """Returns the folder of a model of which only config.json is needed. Raises ConfigError."""
     folder = local_folder(path, revision)
     if folder is None or not (folder / "config.json").is_file():
         raise ConfigError(
@@ -398,7 +404,8 @@ def _explain_no_folder(path: str) -> str:
     )
 
 
-# What a folder without config.json may be: a file in it, and what to do. {0} is its last match.
+# What a folder without config.json may be: a pattern of a file in it, and what to do. {0} is the
+# last file that matches.
 _OTHER_FOLDERS = (
     (
         "checkpoints/step_*",
@@ -434,6 +441,6 @@ def _has_weights(folder: Path) -> bool:
     try:
         files = [*(read_index(folder) or {}).values()] or list(folder.glob("*.safetensors"))
     except (UntrustedError, OSError):
-        # check_model says what is wrong.
+        # check_model will say what is wrong.
         return True
     return bool(files) and all(file.is_file() for file in files)

@@ -1,4 +1,4 @@
-"""Early checks of reward models, and of judges that are the run's own engine."""
+"""Early checks of reward models, and of judges that the run's own vLLM engine serves."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def check_reward_models(
 ) -> None:
     """Raises ConfigError if the folder or chat template of a reward model cannot be used.
 
-    `row_sets` has the rows by the key of their source. The hub is asked about models outside the
-    cache only if the config is checked `to_run`.
+    `row_sets` has the rows by the config key of their source. `to_run`: the run is about to start,
+    so the hub is asked about models that are not in the cache.
     """
     for index, reward in enumerate(config.rewards):
         if reward.model is None:
@@ -63,9 +63,9 @@ def check_reward_models(
 
 
 def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[PromptRow]) -> None:
-    """Raises ConfigError for a model without a chat template, or if it renders no prompt at all.
+    """Raises ConfigError if a model has no chat template, or one that cannot render the prompts.
 
-    `problem` begins the error: it names the chats that need the template.
+    `problem` is the beginning of the error: it names the chats that need the template.
     """
     key = f"{files.where}.template"
     settings = tokenizer_settings(files.folder)
@@ -80,10 +80,10 @@ def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[Prompt
         raise ConfigError(f"{key}: {problem}; give a file with one")
     with errors_about(key):
         render = renderer(template, settings, opens_turn=False)
-    # None: only transformers can compile the template.
+    # Only transformers can compile this template.
     if render is None:
         return
-    # The first prompts, until one succeeds: a template may refuse some.
+    # Try the first prompts until one succeeds: a template may refuse some of them.
     error_text = ""
     for row in rows[:_NUM_TRIED]:
         prompt = row.prompt
@@ -111,9 +111,10 @@ def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[Prompt
 def check_engine_judges(
     config: Config, folder: Path | None, row_sets: Sequence[Sequence[PromptRow]]
 ) -> None:
-    """Checks judges that are the run's own engine: columns, chat template, room for their prompts.
+    """Checks judges that the run's own engine serves. Raises ConfigError, which names the key.
 
-    `folder` is the policy's, or None if it is not here. Raises ConfigError, which names the key."""
+    Checks the columns that they need, the chat template, and whether their prompts fit the model.
+    `folder` is the policy's, or None if it is not here."""
     for index, num_tokens in judge_tokens(config).items():
         key_prefix, reward = f"rewards.{index}", config.rewards[index]
         judge = Judge(reward, f"{key_prefix}.judge")
@@ -139,7 +140,7 @@ def check_engine_judges(
                 "judged, and counted), or shorten the rubric"
             )
         has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
-        # vLLM would use the factors for long texts, and the policy those for short ones.
+        # vLLM would use the factors for long texts, while the policy used those for short ones.
         if num_tokens > config.max_rollout_tokens and has_longrope:
             raise ConfigError(
                 f"{key_prefix}: the model's rotary factors (longrope) follow the engine's longest "
@@ -152,13 +153,13 @@ def check_engine_judges(
 def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_prefix: str) -> None:
     """Raises ConfigError if the rubric alone has too many tokens.
 
-    It is counted with the tokenizers library, without the chat template's tokens. The run counts
-    again with transformers' tokenizer and the template.
+    Its tokens are counted with the tokenizers library, without those of the chat template. The run
+    counts again, with transformers' tokenizer and the template.
     """
     file = folder / "tokenizer.json"
     if reward.max_tokens is None or not file.is_file():
         return
-    # The rubric with every place in it empty.
+    # The rubric with an empty text for each of its fields.
     [message] = judge.body([""], [""], {name: [""] for name in judge.needs})["messages"]
     num_tokens = len(load_tokenizer_file(file).encode(message["content"]).ids)
     if num_tokens >= reward.max_tokens:

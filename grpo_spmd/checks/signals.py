@@ -1,13 +1,16 @@
 """Checks teachers and critics before the run, and counts the memory of every side model.
 
-A *side model* is a model with weights of its own besides the policy: a teacher, a critic or a
+A *side model* is a model that has weights of its own besides the policy's: a teacher, a critic or a
 reward model. `side_models` lists them; `--explain` and the planner both use the list. A new kind of
-signal adds its entry there, and its check and its rows here. checks/reward_models.py checks reward
-models and judges; this file only counts their memory and tokens.
+signal adds its entry there, and its check and its rows in this file. checks/reward_models.py checks
+reward models and judges; this file only counts their memory and tokens.
 
-A teacher may also be behind a server. The check asks whether the server answers, has the model, and
-has the policy's vocabulary. The reply comes from the network: it is compared, never trusted.
-Imports no torch.
+A teacher may also be on a server. Then the checks ask whether the server answers, has the model,
+and has the policy's vocabulary. Its replies come from the network: they are compared, never
+trusted. Imports no torch.
+
+`to_run` always means that the run is about to start. Then the hub and servers are asked; otherwise
+the user only asks about a config, and nothing goes over the network.
 """
 
 from __future__ import annotations
@@ -56,7 +59,7 @@ _FIRST_PAUSE_S = 0.5
 _NUM_PROBED = 256
 
 
-# Teachers behind a server
+# Teachers on servers
 
 
 def tokens_of(file: Path) -> dict[int, str]:
@@ -68,7 +71,7 @@ def tokens_of(file: Path) -> dict[int, str]:
 def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
     """Raises ConfigError if the teachers' servers cannot be used.
 
-    Servers are asked only if the config is checked `to_run`, and only by rank 0.
+    Servers are asked only if the run is about to start (`to_run`), and only by rank 0.
     """
     limit = config.teacher.max_concurrent
     if limit < num_ranks:
@@ -83,13 +86,13 @@ def check_servers(config: Config, *, num_ranks: int, to_run: bool) -> None:
 
 
 def check_server(config: Config, name: str) -> str:
-    """Returns the name that the server of the teacher `name` has for its model.
+    """Checks the server of the teacher `name` and returns the server's name for its model.
 
     Raises ConfigError if the server does not answer, or cannot teach this policy.
     """
     key = f"teacher.url.{name}" if name else "teacher.url"
     served = _choose_model(config, open_server(config, name, config.teacher.model), key)
-    # vLLM samples one token more, which nobody needs.
+    # vLLM always samples one more token, which is not used.
     needed = config.max_rollout_tokens + 1
     if served.max_tokens is not None and served.max_tokens < needed:
         raise ConfigError(
@@ -113,7 +116,7 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedMod
     try:
         models = _call_with_retries(config, server.list_models)
     except FailedCallError as error:
-        # A status shows that the server is there: it only has no list of its models.
+        # An HTTP status shows that the server is there, and only has no list of its models.
         if model is not None and error.status is not None:
             return ServedModel(model, None)
         remedy = "start it, correct the address, or name its model: teacher.model"
@@ -129,20 +132,20 @@ def _choose_model(config: Config, server: PromptLogprobs, key: str) -> ServedMod
 def _compare_vocabulary(
     config: Config, server: PromptLogprobs, key: str, served: ServedModel
 ) -> None:
-    """Raises ConfigError if the server writes some token ids differently than the policy does.
+    """Raises ConfigError if some token ids mean another text on the server than for the policy.
 
-    A token that one of the two cannot write alone (a part of a character) is not compared.
+    A token that has no text by itself (a part of a character) is not compared.
     """
     folder = local_folder(config.model.path)
     file = folder / "tokenizer.json" if folder else None
     if file is None or not file.is_file():
-        # Without the policy's tokenizer the server is only asked for a token.
+        # Without the policy's tokenizer, the server is only asked about one token, as a trial.
         _ask_texts(config, server, [0], key=key, served=served)
         return
     tokenizer = load_tokenizer_file(file)
     known_ids = sorted(tokens_of(file))
     num_probed = min(_NUM_PROBED, (served.max_tokens or _NUM_PROBED) - 2)
-    # The ids are spread evenly: models of one family differ in tokens added at the end.
+    # Evenly spread up to the last id: models of one family may differ in tokens added at the end.
     spread = (i * (len(known_ids) - 1) // num_probed for i in range(num_probed + 1))
     ids = sorted({known_ids[index] for index in spread})
     server_texts = _ask_texts(config, server, ids, key=key, served=served)
@@ -172,9 +175,10 @@ def _ask_texts(
 ) -> list[str]:
     """Returns the text that the server has for each of `ids`.
 
-    The request asks for as many logprobs as the run will, so that a server's limit shows now.
+    The request asks for as many logprobs as the run will, so that a limit of the server is found
+    now.
     """
-    # A server says nothing of a prompt's first token.
+    # The reply has nothing about a prompt's first token, so that one is put there twice.
     prompt = [ids[0], *ids]
     top_k = config.teacher.top_k if config.teacher.loss == "topk" else 0
     try:
@@ -191,11 +195,11 @@ def _ask_texts(
 
 
 def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
-    """Returns what `ask` returns, with the run's retries. Raises FailedCallError.
+    """Returns what `ask` returns, with as many retries as in the run. Raises FailedCallError.
 
-    `ask` gets the time limit of its request, in seconds.
+    `ask` is called with the time limit of its request, in seconds.
     """
-    # A check may not take as long as a call of the run.
+    # A check must not take as long as a call of the run may.
     limit_s = min(config.teacher.timeout_s, _REQUEST_LIMIT_S)
     for number in range(config.teacher.retries + 1):
         try:
@@ -213,7 +217,7 @@ def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
 
 @dataclass(frozen=True)
 class SideModel:
-    """A SideModel is a teacher, critic or reward model that has weights of its own."""
+    """A teacher, critic or reward model that has weights of its own."""
 
     name: str
     kind: Kind
@@ -229,7 +233,7 @@ class SideModel:
 
 
 def side_models(config: Config) -> list[SideModel]:
-    """Lists teachers, the critic and reward models, except models that share other weights."""
+    """Returns the teachers, the critic and the reward models that have weights of their own."""
     models = [
         SideModel(f"teacher {name}".strip(), "teacher", path, "teacher.path")
         for name, path in config.teacher.paths.items()
@@ -286,7 +290,7 @@ def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
 
 
 def _shared_teacher_rows(config: Config) -> Iterator[Row]:
-    """Yields the teachers that need no memory here: those on servers, and shared ones."""
+    """Yields the teachers that need no memory of their own: those on servers, and shared ones."""
     num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     for name, url in config.teacher.urls.items():
         exception = " less those of others" if name else ""
@@ -313,7 +317,8 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
     """Raises ConfigError if the teachers cannot be used.
 
     Their folders are checked like the policy's, then their vocabularies and the data rows. The hub
-    (for models outside the cache) and servers are asked only if the config is checked `to_run`.
+    (about models that are not in the cache) and servers are asked only if the run is about to start
+    (`to_run`).
     """
     if config.teacher.url:
         check_servers(config, num_ranks=num_ranks, to_run=to_run)
@@ -337,7 +342,8 @@ def check_teachers(config: Config, *, num_ranks: int, to_run: bool) -> None:
 
 
 def _check_top_k(config: Config, folder: Path, path: str) -> None:
-    """Raises ConfigError if `teacher.top_k` is more than the tokens that both models have."""
+    """Raises ConfigError if `teacher.top_k` is larger than the number of tokens that both models
+    have."""
     # A teacher scores only tokens that the policy has too.
     policy_folder = local_folder(config.model.path)
     sizes = [num_embeddings(model) for model in (folder, policy_folder) if model is not None]
@@ -350,7 +356,7 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
 
 
 def check_vocabulary(policy: str, model: str, key: str, kind: str = "teacher") -> None:
-    """Raises ConfigError if the token ids of `model` mean other tokens than the policy's.
+    """Raises ConfigError if a token id means another token in `model` than in the policy.
 
     `policy` and `model` are folders or hub ids, `key` is the config key of `model`. Models whose
     tokenizer files are not here are not compared.
@@ -380,18 +386,21 @@ def check_vocabulary(policy: str, model: str, key: str, kind: str = "teacher") -
 
 
 def teacher_data(config: Config) -> DataConfig | None:
-    """Returns the training set with the teacher's own prompts; None if it sees the policy's."""
+    """Returns the config of the training set with the teacher's own prompts.
+
+    Returns None if the teacher gets the same prompts as the policy."""
     prompt_key = config.teacher.prompt_key
     if not config.teacher.is_on or prompt_key is None:
         return None
-    # A dropped row would shift all later rows against the policy's: a long prompt is an error.
+    # A long prompt is an error: dropping its row would shift all later rows against the policy's.
     return dataclasses.replace(
         config.data, prompt_key=prompt_key, prompt_template=None, on_long_prompt="error"
     )
 
 
 def _check_teacher_prompts(config: Config) -> None:
-    """Raises ConfigError if the teacher's own prompts cannot be read, or are the policy's."""
+    """Raises ConfigError if the teacher's own prompts cannot be read, or are those of the
+    policy."""
     data = teacher_data(config)
     if data is None:
         return
@@ -410,8 +419,7 @@ def _check_teacher_prompts(config: Config) -> None:
 
 
 def _check_teacher_column(config: Config) -> None:
-    """Raises ConfigError if there are several teachers and a row's column `teacher` names none of
-    them."""
+    """Raises ConfigError if there are several teachers, and a row's column `teacher` names none."""
     names = config.teacher.names
     # A single teacher has the name "".
     for row in read_rows(config.data) if "" not in names else ():
@@ -430,8 +438,11 @@ def _check_teacher_column(config: Config) -> None:
 def check_critic_model(config: Config, *, to_run: bool = True) -> None:
     """Raises ConfigError if the critic's model cannot be used.
 
-    The model must exist, be trainable and have the policy's vocabulary. It needs no tokenizer.
+    The model must exist, be trainable and have the policy's vocabulary. It needs no tokenizer. A
+    hub id that is not in the cache is only looked up at the hub, if the run is about to start
+    (`to_run`).
     """
+    # The critic is a value head on the policy's own model, which is checked elsewhere.
     if config.critic.is_on_policy:
         return
     path = str(config.critic.path)
@@ -440,29 +451,29 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
         return
     with errors_about("critic.path"):
         model = read_model_config(folder)
-        # The architecture's own head is not loaded, or becomes the critic's.
+        # Without its architectures, so that a classifier is not refused: a critic needs no lm_head.
         refuse_by_config(model | {"architectures": None}, path)
-        # The head of one label becomes the critic's value head.
+        # A classifier's head becomes the value head, so it must have exactly one label.
         shapes = shapes_from_headers(folder, tied=False)
         for name in (f"{head}.weight" for head in VALUE_HEADS):
             if name in shapes and shapes[name][0] > 1:
                 raise ConfigError(
-                    f"critic.path: {path} tells {shapes[name][0]} labels apart ({name}: "
+                    f"critic.path: {path} distinguishes {shapes[name][0]} labels ({name}: "
                     f"{model.get('id2label')!s:.100}), and a value is one number; take a "
-                    "classifier of one label, or the causal LM that it was made of"
+                    "classifier of one label, or the causal LM that it was made from"
                 )
         check_vocabulary(config.model.path, path, "critic.path", "critic")
 
 
-# Judges that are the run's own engine (checks/reward_models.py checks them)
+# Judges that the run's own engine serves (checks/reward_models.py checks them)
 
 
 def judge_rows(config: Config) -> Iterator[Row]:
-    """Yields the token limits of judges that are the run's own engine, for `--explain`."""
+    """Yields the token limits of judges that the run's own engine serves, for `--explain`."""
     prompt_tokens = judge_prompt_tokens(config)
     for index, tokens in prompt_tokens.items():
         reward = config.rewards[index]
-        # A bound that needs no tokenizer.
+        # This bound needs no tokenizer (`judge_prompt_tokens`).
         bound = "the rubric's bytes, and 9/8 of the longest of what is put into it"
         explanation = "max_tokens" if reward.max_tokens else bound
         yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", explanation)

@@ -1,8 +1,8 @@
-"""Trials before a run: users' code is called once, servers are knocked on, a prompt is shown.
+"""Trials before a run: calls users' code once, connects to reward servers, and shows a prompt.
 
-Rewards are called for the first row and environments begin it, in processes of their own as in the
-run, so that this process imports none of the users' code twice and no GPU is touched. No model is
-needed, and nothing is written.
+Reward functions are called for the first row, and the environment begins an episode of it. Both run
+in processes of their own, as in the run, so that this process does not import users' code and no
+GPU is touched. No model is needed, and nothing is written.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerPro
 from grpo_spmd.rewards.protocol import Reward
 from grpo_spmd.rewards.trl import NO_LIST, NO_NUMBER
 
-# Columns that may hold the right answer, which is one of the completions that are tried.
+# Columns that may have the right answer. It is tried as a completion, beside an empty one.
 _GOLD_COLUMNS = ("answer", "solution", "label", "ground_truth")
-_KNOCK_S = 3.0
+_CONNECT_S = 3.0
 _PACKAGE = str(Path(__file__).parents[1])
 _MAX_SHOWN_CHARS = 400
 _FRAME = re.compile(r'File "(.+)", line (\d+)')
@@ -41,9 +41,10 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) -> str:
-    """Makes all trials on rank 0, says what they found, and returns one line of what was checked.
+    """Makes all trials on rank 0, prints warnings, and returns a line that says what was checked.
 
-    `tell` takes what the run will show its model. Raises ConfigError for what can never work.
+    `tell` gets lines about what the run will show its model. Raises ConfigError for what can never
+    work.
     """
     if os.environ.get("RANK", "0") != "0":
         return ""
@@ -80,14 +81,15 @@ def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) 
 
 def _try(config: Config, inputs: Inputs) -> list[str]:
     """Returns the warnings of all trials. Raises ConfigError for what can never work."""
-    warnings = [*_knock(config)]
+    warnings = [*_find_silent_servers(config)]
     called: dict[str, tuple[RewardConfig, Reward]] = {}
     written: set[str] = set()
-    looking: list[RewardConfig] = []
+    # Rewards that look at the environment's objects are called in its process.
+    environment_rewards: list[RewardConfig] = []
     for (index, reward), loaded in zip(_pool_rewards(config), inputs.rewards, strict=True):
         if loaded.looks_at_environments:
-            looking.append(reward)
-        # What ships is known, and checks/inputs.py has read the rows for it.
+            environment_rewards.append(reward)
+        # Shipped verifiers need no trial, and checks/inputs.py has checked the rows for them.
         elif reward.function is not None:
             called[f"rewards.{index}"] = reward, loaded
     if called:
@@ -101,16 +103,16 @@ def _try(config: Config, inputs: Inputs) -> list[str]:
                 warnings += _try_reward(
                     ask, number, key, reward=loaded, inputs=inputs, written=written
                 )
-    # A reward that failed may write in the run.
+    # A reward that failed here may still write a column in the run.
     if not warnings:
         _check_teacher_template(config, inputs.columns | written)
     if config.environment.is_on:
-        warnings += _try_environment(config, inputs, looking)
+        warnings += _try_environment(config, inputs, environment_rewards)
     return warnings
 
 
 def _summary(config: Config, inputs: Inputs, view: PromptView) -> str:
-    """Returns in one line what was checked."""
+    """Returns a line that says what was checked."""
     longest = f" (longest {view.longest} tokens)" if view.longest else ""
     parts = ["model", f"{len(inputs.rows):,} prompts{longest}"]
     parts += [f"{len(rows):,} of data.eval.{name}" for name, rows in inputs.eval_rows.items()]
@@ -126,7 +128,9 @@ def _summary(config: Config, inputs: Inputs, view: PromptView) -> str:
 
 
 def _check_teacher_template(config: Config, columns: set[str]) -> None:
-    """Raises ConfigError if teacher.prompt_template names a column that nobody writes."""
+    """Raises ConfigError if teacher.prompt_template names a column that no data or reward provides.
+
+    `columns` are those of the data, and those that rewards wrote in the trial."""
     missing = columns_of(config.teacher.prompt_template or "") - columns - {"prompt"}
     if missing:
         raise ConfigError(
@@ -136,7 +140,7 @@ def _check_teacher_template(config: Config, columns: set[str]) -> None:
 
 
 def _notes(config: Config, inputs: Inputs, view: PromptView) -> Iterator[str]:
-    """Yields what the run will show its model, and what looks like a mistake in it."""
+    """Yields a line with the first prompt as the model sees it, and notes on likely mistakes."""
     text = view.text
     if len(text) > _MAX_SHOWN_CHARS:
         half = _MAX_SHOWN_CHARS // 2
@@ -166,15 +170,15 @@ def _pool_rewards(config: Config) -> Iterator[tuple[int, RewardConfig]]:
     return ((index, reward) for index, reward in enumerate(config.rewards) if reward.uses_pool)
 
 
-def _knock(config: Config) -> Iterator[str]:
-    """Yields a warning for each reward server to whose port nobody listens. Sends no request."""
+def _find_silent_servers(config: Config) -> Iterator[str]:
+    """Yields a warning for each reward server that accepts no connection. Sends no request."""
     for index, reward in _pool_rewards(config):
         if reward.url is None:
             continue
         address = urlsplit(reward.url)
         host, port = address.hostname or "", address.port or _PORTS.get(address.scheme, 80)
         try:
-            socket.create_connection((host, port), _KNOCK_S).close()
+            socket.create_connection((host, port), _CONNECT_S).close()
         except OSError as error:
             yield (
                 f"rewards.{index}.url: nobody answers at {host}:{port} "
@@ -183,7 +187,7 @@ def _knock(config: Config) -> Iterator[str]:
 
 
 class Trial(ProcessPool):
-    """One process that makes one call after the other, as those of the run do."""
+    """A worker process that runs one call after the other, as those of the run do."""
 
     _what = "reward"
 
@@ -199,7 +203,7 @@ class Trial(ProcessPool):
             setup,
             rewards,
             Path(self._folder.name, "log"),
-            # A breakpoint is for the run.
+            # breakpoint() does nothing here: it is meant for the run.
             variables={"PYTHONBREAKPOINT": "0"},
         )
 
@@ -208,11 +212,12 @@ class Trial(ProcessPool):
         self._folder.cleanup()
 
     def load(self) -> Any:
-        """Returns the facts about the users' code. Raises ConfigError if it cannot be loaded."""
+        """Waits until users' code is loaded, and returns facts about it. Raises ConfigError."""
         return self._wait_until_ready()
 
     def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Returns the reply to a call, or {"failed": why there is none in time}."""
+        """Makes a call and returns its reply, or {"failed": REASON} if there is none in
+        `seconds`."""
         frame = encode_frame(dict(message))
         self._reply = {}
         worker = next(iter(self._workers.values()), None) or self._spawn()
@@ -233,17 +238,18 @@ class Trial(ProcessPool):
         return "took longer than its time limit"
 
     def _ended(self, reason: str) -> ConfigError:
-        # The first line says what was not loaded, and the last one of a traceback why.
+        """Returns the error to raise if users' code cannot be loaded, as one line."""
+        # The first line says what could not be loaded, and the traceback's last line says why.
         head, _, rest = reason.strip().partition("\n")
         if rest:
             return ConfigError(f"{head} {rest.splitlines()[-1]}{_place(rest)}")
-        # A ConfigError of the pool's process names the key itself.
+        # A ConfigError from the pool's process already names the key.
         prefix = f"the {self._what}s cannot be imported in the {self._what} pool: "
         return ConfigError(head.removeprefix(prefix))
 
 
 def _place(report: str) -> str:
-    """Returns the last place in a file of users that a report names, as " (FILE:LINE)", or ""."""
+    """Returns the last line of users' code that a traceback names, as " (FILE:LINE)", or ""."""
     places = [place for place in _FRAME.findall(report) if not place[0].startswith(_PACKAGE)]
     return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 
@@ -257,10 +263,11 @@ def _try_reward(
     inputs: Inputs,
     written: set[str],
 ) -> Iterator[str]:
-    """Yields a warning if a function fails for row 1. Raises ConfigError for a wrong type.
+    """Yields a warning if a reward function fails for row 1.
 
-    `number` is the function's in the process that `ask` asks, `key` its entry in the config. The
-    columns that it writes with log_extra are added to `written`.
+    Raises ConfigError if it returns a wrong type. `ask` makes a call in the trial's process, where
+    `number` is the function's index; `key` is its config key. The columns that the function writes
+    with log_extra are added to `written`.
     """
     row = inputs.rows[0]
     gold = next((row.columns[name] for name in _GOLD_COLUMNS if name in row.columns), None)
@@ -302,21 +309,24 @@ def _try_reward(
 def trial_of_environment(
     environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
 ) -> Trial:
-    """Returns the process that can begin an episode; `rewards` are those that look at it."""
+    """Returns a process that can begin an episode. `rewards` are those that look at
+    environments."""
     setup = {"environment": asdict(environment), "max_chars": 10_000_000}
     return Trial("grpo_spmd.episodes.worker", setup, rewards)
 
 
 def _try_environment(
-    config: Config, inputs: Inputs, looking: Sequence[RewardConfig]
+    config: Config, inputs: Inputs, rewards: Sequence[RewardConfig]
 ) -> Iterator[str]:
-    """Yields a warning if the environment cannot begin row 1. Raises ConfigError if it cannot be
+    """Yields a warning if the environment cannot begin an episode of row 1.
+
+    `rewards` are those that look at environments. Raises ConfigError if the environment cannot be
     loaded, or if nothing gives a reward."""
-    with trial_of_environment(config.environment, looking) as trial:
+    with trial_of_environment(config.environment, rewards) as trial:
         facts = trial.load()
         weights = {reward.name: reward.weight for reward in inputs.rewards}
         check_known_rewards(config, weights | facts["weights"])
-        # An agent's episode is one call, which asks a model.
+        # An agent runs its whole episode in one call, which needs a model.
         if facts["kind"] == "agent":
             return
         row = inputs.rows[0]

@@ -1,6 +1,7 @@
-"""Every collective outside FSDP and vLLM. Rewards, plans and token ids go as bytes over gloo.
+"""All collectives of the run except those that FSDP and vLLM make themselves.
 
-Nothing is pickled. All ranks must call these functions in the same order.
+Rewards, plans and token ids are sent as bytes over gloo. Nothing is pickled. All ranks must call
+these functions in the same order.
 """
 
 from __future__ import annotations
@@ -20,42 +21,45 @@ from grpo_spmd.distributed.doctor import count_collective
 from grpo_spmd.distributed.exit import Rank0Error
 
 T = TypeVar("T")
-# Renamed in torch 2.13.
+# torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-# The first byte of a reply says what the rest is.
+# The first byte of rank 0's reply tells what follows: a result, a ConfigError, or another error.
 _RESULT = b"+"
 _CONFIG_ERROR = b"?"
 _ERROR = b"-"
 
 
 def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
-    """Collective. Returns on every rank the result of `fn(values in rank order)` on rank 0.
+    """Collective. Calls `fn` on rank 0 with all ranks' values; returns its result on every rank.
 
-    Values and result go through JSON: floats stay exact, NaN too. What `fn` raises becomes a
-    Rank0Error on every rank; a ConfigError stays one.
+    `fn` gets the values in rank order. Values and result are sent as JSON, in which floats stay
+    exact, NaN too. If `fn` raises, every rank raises: a ConfigError as it is, any other error as a
+    Rank0Error.
     """
     return on_rank0_bytes(lambda rows: fn([json.loads(row) for row in rows]), _encode(value))
 
 
 def on_rank0_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
-    """Collective. Does the same for ranks that encode their values themselves."""
+    """Collective. Works like `on_rank0`, but `fn` gets the ranks' payloads as undecoded bytes."""
     payloads = gather_bytes(payload)
     reply = _run_and_send(lambda rows: [_encode(fn(rows))], payloads, _broadcast_first)
     return cast(T, json.loads(reply))
 
 
 def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes) -> bytes:
-    """Collective. Returns this rank's item of `fn(payloads in rank order)`, computed on rank 0.
+    """Collective. Calls `fn` on rank 0 with all ranks' payloads; each rank gets its item of the
+    result.
 
-    `fn` returns one item for each rank. Errors as in `on_rank0`.
+    `fn` gets the payloads in rank order and returns one item for each rank. Errors are raised as in
+    `on_rank0`.
     """
     return _run_and_send(fn, gather_bytes(payload), _scatter_bytes)
 
 
 def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
-    """Collective over `group`. Returns what `make` returns on the group's first rank.
+    """Collective over `group`. Calls `make` on the group's first rank; all ranks get its result.
 
-    The result goes through JSON. Errors as in `on_rank0`.
+    The result is sent as JSON. Errors are raised as in `on_rank0`.
     """
     payloads = [b""] if dist.get_rank(group) == 0 else None
     reply = _run_and_send(
@@ -71,11 +75,11 @@ def _run_and_send(
     payloads: list[bytes] | None,
     send: Callable[[list[bytes]], bytes],
 ) -> bytes:
-    """Collective. Rank 0, which alone has `payloads`, calls `fn`; `send` brings the replies to all
-    ranks.
+    """Collective. Calls `fn` on rank 0 and returns this rank's reply.
 
-    Returns this rank's reply. If `fn` raised, every rank raises: a ConfigError as it is, any other
-    error as a Rank0Error.
+    `payloads` is None on all other ranks. The collective `send` takes rank 0's list of replies and
+    returns this rank's. If `fn` raised, every rank raises: a ConfigError as it is, any other error
+    as a Rank0Error.
     """
     replies = [b""]
     error: Exception | None = None
@@ -85,7 +89,8 @@ def _run_and_send(
         except ConfigError as config_error:
             replies = [_CONFIG_ERROR + _encode(str(config_error))] * len(payloads)
         except Exception as caught:
-            # Every rank raises it below. If rank 0 just left, it would look like a lost peer.
+            # The error is sent, and every rank raises it below. If only rank 0 raised, the others
+            # would report a lost connection.
             error = caught
             replies = [_ERROR + _encode(f"{type(caught).__name__}: {caught}")] * len(payloads)
     reply = send(replies)
@@ -94,7 +99,7 @@ def _run_and_send(
     if kind == _CONFIG_ERROR:
         raise ConfigError(json.loads(content))
     if kind == _ERROR:
-        # The whole text may hold a traceback, so only the rank that failed shows it all.
+        # The text may include a traceback: rank 0 keeps all of it, the others only its first line.
         text = json.loads(content)
         raise Rank0Error(text if error is not None else text.partition("\n")[0]) from error
     return content
@@ -103,7 +108,7 @@ def _run_and_send(
 def gather_bytes(payload: bytes) -> list[bytes] | None:
     """Collective. Returns every rank's payload in rank order on rank 0, and None elsewhere.
 
-    Payloads are not padded: rank 0 holds what was sent, however uneven.
+    Payloads may differ in length. They are not padded, so rank 0 holds no more than was sent.
     """
     count_collective()
     world_size = dist.get_world_size()
@@ -134,7 +139,7 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
     count_collective()
     if len(payloads) == 1:
         return payloads
-    # The sizes go first, because the receiver must allocate.
+    # The sizes are sent first, because the receiver must allocate its buffer.
     sent_sizes = torch.tensor([len(payload) for payload in payloads])
     sizes_tensor = torch.empty_like(sent_sizes)
     dist.all_to_all_single(sizes_tensor, sent_sizes)
@@ -147,16 +152,17 @@ def exchange_bytes(payloads: list[bytes]) -> list[bytes]:
 def exchange_values(values: list[Any]) -> list[Any]:
     """Collective. Sends `values[r]` to rank r; returns what each rank sent, in rank order.
 
-    Values go through msgpack, which makes lists of tuples.
+    Values are sent as msgpack, which turns tuples into lists.
     """
     payloads = exchange_bytes([msgspec.msgpack.encode(value) for value in values])
     return [msgspec.msgpack.decode(payload) for payload in payloads]
 
 
 def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Collective. Starts to gather `rows` [ranks of the group, n], where each rank wrote its own.
+    """Collective. Starts an all-gather in place and returns the pending operations.
 
-    Call `wait_for` with the result before reading `rows`.
+    `rows` is [ranks of the group, n]; each rank has filled its own row. Call `wait_for` with the
+    returned list before reading the other rows.
     """
     count_collective()
     rank = dist.get_rank(group)
@@ -165,8 +171,8 @@ def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     if rows.is_cuda:
         works.append(_ALL_GATHER(rows.view(-1), rows[rank], group, async_op=True))
     else:
-        # gloo's own all-gather receives into a new buffer of the whole size and copies it. That
-        # takes 3 times as long and the memory of one more bucket.
+        # Point-to-point messages, because gloo's all-gather receives into a new buffer of the whole
+        # size and copies from there. That takes 3 times as long and the memory of one more bucket.
         for distance in range(1, num_ranks):
             source = (rank - distance) % num_ranks
             target = (rank + distance) % num_ranks
@@ -178,7 +184,7 @@ def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
 def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:
     """Waits for each of `works` and empties the list.
 
-    gloo never returns from a second wait for the same message.
+    The list is emptied because gloo never returns from a second wait for the same message.
     """
     while works:
         work = works.pop(0)
@@ -187,8 +193,10 @@ def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:
 
 
 def find_differing_ranks(payload: bytes, group: dist.ProcessGroup) -> list[int]:
-    """Collective. Returns the ranks of `group` (from 0) whose `payload` differs from its first
-    rank's; the same list on all."""
+    """Collective. Returns the ranks whose `payload` differs from that of the group's first rank.
+
+    Ranks are counted within `group`, from 0. All ranks get the same list. Only hashes are sent.
+    """
     digest = _as_tensor(hashlib.sha256(payload).digest())
     digests = [torch.empty_like(digest) for _ in range(dist.get_world_size(group))]
     dist.all_gather(digests, digest, group=group)
@@ -202,7 +210,8 @@ def barrier() -> None:
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Collective. Returns True on every rank (of `group`) if the flag is set on one of them."""
-    # The count must be equal on all ranks; two groups of ranks may call this unequally often.
+    # The doctor expects that all ranks have counted the same collectives. Two groups of ranks may
+    # call this a different number of times, so calls with a group are not counted.
     if group is None:
         count_collective()
     flags = torch.tensor([int(flag)])
@@ -217,7 +226,7 @@ def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None
 
 
 def _broadcast_first(payloads: list[bytes], group: dist.ProcessGroup | None = None) -> bytes:
-    """Collective. Returns the first of the payloads that the first rank (of `group`) has."""
+    """Collective. Returns the first rank's `payloads[0]` on every rank (of `group`)."""
     payload = payloads[0]
     if group is None:
         count_collective()
@@ -232,7 +241,7 @@ def _broadcast_first(payloads: list[bytes], group: dist.ProcessGroup | None = No
 
 
 def _scatter_bytes(payloads: list[bytes]) -> bytes:
-    """Collective. Returns this rank's item of rank 0's `payloads`."""
+    """Collective. Returns this rank's item of the `payloads` that rank 0 has, one for each rank."""
     count_collective()
     if dist.get_world_size() == 1:
         return payloads[0]

@@ -1,9 +1,9 @@
 """The hang doctor: finds the rank that failed or hangs, writes one report, and ends all ranks.
 
 A thread on each rank looks twice a second at its own phase, at the process of one other rank and at
-the run's store. The first rank that finds something raises the alarm in the store. Then all ranks
-answer where they are, the first one writes the report, and all exit with the same code within
-seconds.
+the run's store. The first rank that finds something wrong raises the alarm in the store. Then every
+rank writes into the store where it is (its *answer*), the rank that raised the alarm writes the
+report, and all exit with the same code within seconds.
 
 Imports no torch: it is imported before the config is checked, and an error in the config must not
 wait for torch.
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
 
 Record = TypeVar("Record")
 _POLL_S = 0.5
-# After this time a rank of the same host that does not answer is looked at from outside. A busy
-# machine needs some of it.
+# If a rank has not answered an alarm after this time, another rank of its host answers for it, from
+# what it sees of that process. On a busy machine an answer may take seconds.
 _PEER_ANSWER_S = 5.0
-# Upper bounds: an answer or a report that is there is read at once.
+# The longest times to wait for all answers, and then for the report. What is there is read at once.
 _ANSWER_S = _PEER_ANSWER_S + 5.0
 _REPORT_S = 8.0
-# Time between two looks at whether the slowest rank still beats; less where the limit is short.
+# The time between two looks at whether the slowest rank still beats; less if the limit is short.
 _BEHIND_S = 20.0
-# A rank on another host that says nothing for so long is lost. On this host its process is
-# looked at instead.
+# A rank on another host that has not beaten for so long counts as lost. Of ranks on this host, the
+# process is looked at instead.
 _SILENT_S = 60.0
-# Text of torch's errors from a collective whose other side is gone.
+# What torch's errors say if the other side of a collective is gone.
 _LOST_PEER = re.compile(r"onnection|gloo|NCCL|[Tt]imed out|Broken pipe|reset by peer")
 _STATES = {
     "gone": "its process is gone (killed, or crashed outside Python)",
@@ -66,19 +66,20 @@ _STATES = {
     "unknown": "it does not answer, and no other rank of its host is there to look at it: its "
     "process, host or network is gone",
 }
-# What became of a rank. The culprit is the rank whose outcome comes first here.
+# What became of a rank: the kinds of a Fault; "gone" or "silent" (it does not answer); "well". The
+# culprit is the rank whose outcome comes first here.
 _OUTCOMES = ("raise", "config", "gone", "silent", "stopped", "follows", "well")
 
 
 @dataclass(frozen=True)
 class Position:
-    """A Position tells where a rank is in the run."""
+    """Where a rank is in the run."""
 
     phase: str
     step: int
-    # Phases and collectives entered so far. All ranks count alike, so the slowest rank has fewest.
+    # Phases and collectives entered so far. All ranks count the same: the slowest has the fewest.
     sequence: int
-    # Signs of life so far: a rank whose Python runs gives one every half second.
+    # Beats (signs of life) so far: a rank whose Python runs publishes one every half second.
     num_beats: int = 0
 
     def __str__(self) -> str:
@@ -87,7 +88,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Fault:
-    """A Fault tells how one rank failed."""
+    """How a rank failed."""
 
     # "raise", "config", "stopped" (by Ctrl-C or SIGTERM) or "follows" (another rank failed)
     kind: str
@@ -97,39 +98,41 @@ class Fault:
 
 @dataclass(frozen=True)
 class Alarm:
-    """An Alarm tells what a rank has noticed. Only the first alarm of a run counts."""
+    """What a rank has noticed. Only the first alarm of a run counts."""
 
-    why: str  # the kind of its own fault, or "timeout", "dead" or "silent"
+    # The kind of its own fault; "timeout" (its phase took too long); "dead" (the process of its
+    # neighbour is gone); "silent" (its neighbour on another host does not beat).
+    why: str
     by: int  # the rank that raised the alarm
     limit_s: float = 0.0
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An Answer describes one rank after an alarm. The rank itself or one on its host gives it."""
+    """Where one rank is after an alarm. The rank itself writes it, or another rank on its host."""
 
     position: Position
-    answers: bool = True  # False: its Python does not run
+    responds: bool = True  # False: the rank's Python does not run, so another rank wrote this
     fault: Fault | None = None
     waits: str = ""  # what its main thread waits for: "collective", "device" or ""
-    line: str = ""  # the innermost line of our code or the user's
+    line: str = ""  # where the main thread is: the innermost line of our code or the user's
     stacks: str = ""
     # Collectives by process group, from torch's flight recorder.
     enqueued: dict[str, int] = field(default_factory=dict)
-    flight: str = ""
-    state: str = ""  # of its process (a key of _STATES), if it does not answer
+    flight: str = ""  # a text about them
+    state: str = ""  # the state of its process (a key of _STATES) if it does not respond
 
     @property
     def outcome(self) -> str:
-        """One of _OUTCOMES."""
-        if not self.answers:
+        """What became of the rank: one of _OUTCOMES."""
+        if not self.responds:
             return "gone" if self.state == "gone" else "silent"
         return self.fault.kind if self.fault is not None else "well"
 
 
 @dataclass(frozen=True)
 class Report:
-    """A Report on a failed run, which all ranks share, names the rank to blame and the reason."""
+    """The report on a failed run, which all ranks share: which rank is to blame, and why."""
 
     headline: str
     text: str
@@ -146,12 +149,13 @@ def fault_of(error: BaseException, rank: int) -> Fault:
         return Fault("stopped", f"stopped by {error.args[0] if error.args else 'Ctrl-C'}")
     is_from_rank0 = isinstance(error, Rank0Error)
     cause = error.__cause__ if is_from_rank0 and error.__cause__ else error
-    # The message of a failed proof is complete; where it was raised tells nobody anything.
+    # The message of a failed proof is complete: where it was raised adds nothing.
     is_complete = getattr(cause, "says_all", False)
     headline, _, details = str(cause).partition("\n")
     text = details if is_complete else "".join(traceback.format_exception(cause))
     text = cut_middle(text, MAX_TEXT)
-    # A lost peer shows as torch's own error, raised from within a collective.
+    # If another rank is lost, torch itself raises an error, from within a collective. Then this
+    # rank is not the one that failed first.
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_lost_peer = (
         isinstance(error, RuntimeError)
@@ -164,7 +168,10 @@ def fault_of(error: BaseException, rank: int) -> Fault:
 
 
 def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Report:
-    """Returns the report; `answers` and `hosts` (name and process) are in the order of ranks."""
+    """Returns the report on a failed run.
+
+    `answers` and `hosts` (host name and process id) are in the order of ranks.
+    """
     culprit, reason = find_culprit(alarm, answers)
     answer = answers[culprit]
     fault = answer.fault
@@ -175,7 +182,7 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
         return Report(text, text, "", 2, culprit)
     headline = f"rank {culprit} ({hosts[culprit]}) {reason}"
     lines = [headline]
-    # A fault without a traceback was a signal, or its message is complete: stacks say nothing more.
+    # A fault without a traceback was a signal, or its message is complete: stacks add nothing.
     if fault is None and answer.stacks:
         lines += ["its stacks:", answer.stacks.rstrip()]
     elif fault is not None and fault.traceback:
@@ -191,15 +198,19 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
     if ranks_by_text:
         lines.append("where the other ranks were:")
     lines += [f"  {format_ranks(ranks)}: {text}" for text, ranks in ranks_by_text.items()]
-    # Below a traceback the reason stands once more, as the last line is what people read first.
+    # After a long traceback the reason is repeated, because people read the last line first.
     is_long = fault is not None and "\n" in fault.traceback
     lines.append("all ranks stop with exit code 1" + f": rank {culprit} {reason}" * is_long)
     return Report(headline, "\n".join(lines), "\n".join(details), 1, culprit)
 
 
 def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
-    """Returns the rank to blame and the reason: a rank that raised, else one that is gone, else one
-    that is silent, else one that was stopped; for a hang the slowest rank."""
+    """Returns the rank to blame and the reason.
+
+    That is a rank that raised an error, else one whose process is gone, else one that is silent,
+    else one that was stopped, else one that failed because of another. If all ranks are well, the
+    run hangs, and the slowest rank is to blame.
+    """
     # Of several ranks with the same outcome, the one that raised the alarm was first.
     rank = min(
         range(len(answers)),
@@ -208,7 +219,7 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
     answer = answers[rank]
     if answer.fault is not None:
         return rank, f"failed first, in {answer.position}: {answer.fault.headline}"
-    if not answer.answers:
+    if not answer.responds:
         return rank, f"went silent in {answer.position}: {_STATES[answer.state]}"
     rank, *equals = _slowest_ranks(answers)
     ending = "and the others wait for it"
@@ -220,10 +231,11 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
 
 
 def _slowest_ranks(answers: list[Answer]) -> list[int]:
-    """Returns the ranks that may hold up the others.
+    """Returns the ranks that may hold up the others; several if nothing tells them apart.
 
-    They entered the fewest phases and collectives; among equals they enqueued the fewest
-    collectives in torch's flight recorder; among equals their main threads wait for nobody.
+    These are the ranks that have entered the fewest phases and collectives. Of several, those that
+    have enqueued the fewest collectives by torch's flight recorder. Of several, those whose main
+    threads wait for nothing, else those that wait for their device.
     """
     low = min(answer.position.sequence for answer in answers)
     slowest = {rank: a for rank, a in enumerate(answers) if a.position.sequence == low}
@@ -238,7 +250,8 @@ def _slowest_ranks(answers: list[Answer]) -> list[int]:
 
 
 def _describe(answer: Answer) -> str:
-    if not answer.answers:
+    """Returns a line that says where a rank is and what it waits for."""
+    if not answer.responds:
         return f"{answer.position}, went silent: {_STATES[answer.state]}"
     if answer.fault is not None and answer.fault.kind == "raise":
         return f"{answer.position}, failed too: {answer.fault.headline}"
@@ -254,59 +267,61 @@ class Doctor:
         self._rank = rank
         self._world_size = world_size
         self._config = config
-        # Two connections, because a request locks its connection. `_store` belongs to the thread
-        # that calls move().
+        # Two connections, because a request locks its connection. `_store` is for the thread that
+        # calls move(), `_watch_store` for the doctor's.
         self._store = store
         self._watch_store: Store = store.clone()  # type: ignore[attr-defined]
         self.folder: Path | None = None
         self.tell: Callable[[str], None] | None = None
         self.sequence = 0
         self._num_beats = 0
-        # Both threads publish the position: the store must end with the newer one.
+        # Both threads publish the position: the lock keeps an older one from replacing a newer one.
         self._beat_lock = threading.Lock()
         self._phase = "start"
         self._step = 0
-        # Time in which this process was stopped or in a debugger. It counts for no limit.
+        # How long this process was stopped or in a debugger so far. That time counts for no limit.
         self._paused_s = 0.0
+        # When this rank entered its phase.
         self._entered = time.monotonic()
         self._fault: Fault | None = None
         self._wake = threading.Event()
         self._is_stopped = False
         self._is_in_debugger = False
-        # The slowest rank and its position, when this rank last looked.
+        # The slowest rank and its position when this rank last looked, and when that was.
         self._slowest: tuple[int, Position] | None = None
         self._slowest_seen = -math.inf
-        # The last new beat of the rank that this one watches, and when it came.
+        # The last new beat of the next rank, which this one watches, and when it came.
         self._last_beat = b""
         self._last_beat_seen = self._now()
         self._main_thread = threading.get_ident()
-        # A rank whose Python does not run writes its stacks here for processes.stacks_of_peer.
+        # At SIGUSR2 this process writes its stacks here, even if its Python does not run. Another
+        # rank reads them (processes.stacks_of_peer).
         self._stacks_fd = os.memfd_create("grpo_spmd_stacks")
         faulthandler.register(signal.SIGUSR2, self._stacks_fd, all_threads=True)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            # torchrun sends it to the survivors of a failure. They would end before they can say
-            # which rank failed.
+            # torchrun sends SIGTERM to the ranks that survive a failure. By default it would end
+            # them before they can say which rank failed.
             signal.signal(signal.SIGTERM, _raise_interrupt)
         self._process = processes.this_process(self._stacks_fd)
         self._publish(f"process/{rank}", self._process, self._store)
         self.move("start", 0)
-        # The other ranks of this host. The thread fills it in.
+        # The other ranks of this host. The thread finds them.
         self._peers: dict[int, RankProcess] | None = None
         self._thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self._thread.start()
 
     def move(self, phase: str, step: int) -> None:
-        """Enters a phase."""
+        """Notes and publishes that this rank enters a phase, whose time limit starts now."""
         self._phase = phase
         self._step = step
         self._entered = self._now()
         self._slowest_seen = -math.inf
         self.sequence += 1
-        with suppress(RuntimeError):  # the store is gone; the thread reports it
+        with suppress(RuntimeError):  # if the store is gone, the thread reports that
             self._beat(self._store)
 
     def stop(self) -> None:
-        """Ends the thread and undoes what it set."""
+        """Ends the thread, and removes the signal handlers that were installed."""
         self._is_stopped = True
         self._wake.set()
         self._thread.join()
@@ -316,14 +331,14 @@ class Doctor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Waits until the thread ends this process; if even that fails, ends it here."""
+        """Waits until the thread has reported `error` and ends this process; else ends it here."""
         self._fault = fault_of(error, self._rank)
         self._wake.set()
         deadline = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
         while time.monotonic() < deadline and self._thread.is_alive():
             # Ctrl-C again, or torchrun's SIGTERM: the thread is about to end this process.
             with suppress(KeyboardInterrupt):
-                # Not join(): interrupted, Python 3.11 takes the thread for ended.
+                # Not join(): after an interrupted join(), Python 3.11 takes the thread for ended.
                 time.sleep(0.1)
         exit_process(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
@@ -331,30 +346,34 @@ class Doctor:
         return Position(self._phase, self._step, self.sequence, num_beats=self._num_beats)
 
     def _now(self) -> float:
+        """Returns the time on a clock that stands still while this process is paused."""
         return time.monotonic() - self._paused_s
 
     def _watch(self) -> None:
-        """Beats for this rank and ends it on the first alarm of any rank, until it is stopped.
+        """Beats, looks for something wrong, and ends this process at the first alarm of any rank.
 
-        The thread's body. A rank in a debugger stops all clocks of phases.
+        This is the body of the thread; it returns once `stop` was called. While any rank is in a
+        debugger, no rank's phase can exceed its limit.
         """
         try:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
             previous = time.monotonic()
             while not self._is_stopped:
                 current_time = time.monotonic()
-                # After a long gap between two rounds this process was stopped (SIGSTOP).
+                # A long gap between two rounds means that this process was stopped (SIGSTOP). In a
+                # debugger all time counts as paused.
                 usual_s = 0.0 if self._look_for_debugger() else 4 * _POLL_S
                 self._paused_s += max(0.0, current_time - previous - usual_s)
                 previous = current_time
                 self._beat(self._watch_store)
-                # The others wait for a rank in a debugger, however long that takes.
+                # While a rank is in a debugger, the others may wait for it: their limits start
+                # anew.
                 if self._watch_store.add("debuggers", 0) > 0:
                     self._entered = self._now()
                 is_raised = self._watch_store.check(["alarm"])
                 alarm = None if is_raised else self._find_alarm()
                 if alarm is not None and not self._is_stopped:
-                    # Only the first alarm counts, on all ranks.
+                    # This sets the alarm only if no other rank has: all ranks act on the first one.
                     self._watch_store.compare_set("alarm", "", json.dumps(asdict(alarm)))
                     is_raised = True
                 if is_raised and not self._is_stopped:
@@ -362,29 +381,31 @@ class Doctor:
                 if self._fault is None:
                     self._wake.wait(_POLL_S)
         except Exception as error:
-            # The store is gone with rank 0's host, or this code is wrong: no failure may be hidden.
+            # The store is gone (with rank 0's host), or this code has a fault. Report both.
             self._wake.wait(1.0)
             if not self._is_stopped:
                 self._exit_alone(error)
 
     def _read(self, key: str, kind: type[Record]) -> Record:
-        return _decode(self._watch_store.get(key), kind)  # waits for it
+        return _decode(self._watch_store.get(key), kind)  # get() waits until the key is set
 
     def _publish(self, key: str, record: Any, store: Store | None = None) -> None:
         (store or self._watch_store).set(key, json.dumps(asdict(record)))
 
     def _beat(self, store: Store) -> None:
+        """Publishes this rank's position with a higher number of beats."""
         with self._beat_lock:
             self._num_beats += 1
             self._publish(f"beat/{self._rank}", self._position(), store)
 
     def _find_alarm(self) -> Alarm | None:
-        """Returns what this rank has to report about itself or the ranks that it watches."""
+        """Returns what is wrong with this rank or those that it watches; None if nothing is."""
         if self._fault is not None:
             return Alarm(self._fault.kind, self._rank)
         limit = limit_s(self._config, self._phase)
         waited_s = self._now() - self._entered
-        # The first look at the slowest rank is early enough for the second to decide at the limit.
+        # Only a second look can tell whether the slowest rank still beats. So the first one is made
+        # an interval before the limit, and the second one decides at the limit.
         interval_s = min(_BEHIND_S, max(limit / 2, 6 * _POLL_S))
         is_due = self._now() - self._slowest_seen > interval_s and waited_s > limit - interval_s
         if is_due and not self._waits_for_busy_rank() and waited_s > limit:
@@ -395,7 +416,9 @@ class Doctor:
         # another, in which beats are read: each rank watches one neighbour in each.
         for rank in processes.next_rank(self._rank, self._peers):
             if processes.process_state(self._peers[rank]) == "gone":
-                self._wake.wait(1.0)  # at a normal end it may exit before this rank
+                # At a normal end that rank may exit before this one. Then `stop` comes within a
+                # second, and the alarm is dropped.
+                self._wake.wait(1.0)
                 return Alarm("dead", self._rank)
         for rank in processes.next_rank(self._rank, range(self._world_size)):
             beat = self._watch_store.get(f"beat/{rank}")
@@ -407,11 +430,11 @@ class Doctor:
         return None
 
     def _waits_for_busy_rank(self) -> bool:
-        """Returns True if this rank only waits for one in an earlier phase that still beats.
+        """Returns True if the slowest rank is in another phase and still beats.
 
-        That rank's own thread watches its limit.
+        Then this rank only waits for that one, whose own doctor watches the limit of its phase.
         """
-        # One request for all ranks: with a thousand of them, one by one would take too long.
+        # One request for all ranks: with a thousand ranks, one request each would take too long.
         ranks = range(self._world_size)
         texts = self._watch_store.multi_get([f"beat/{rank}" for rank in ranks])
         positions = [_decode(text, Position) for text in texts]
@@ -423,8 +446,8 @@ class Doctor:
         return not is_same_phase and self._slowest != previous
 
     def _find_peers(self) -> dict[int, RankProcess]:
-        """Returns the other ranks of this host whose processes can be seen from here."""
-        # torchrun gives consecutive ranks to a host.
+        """Returns the other ranks of this host whose processes this one can see."""
+        # torchrun puts consecutive ranks on a host.
         start = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         stop = start + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         peers = {}
@@ -435,7 +458,7 @@ class Doctor:
         return peers
 
     def _look_for_debugger(self) -> bool:
-        """Returns True if this rank is in a debugger; tells the other ranks, which wait for it."""
+        """Returns True if this rank is in a debugger; counts it in the store for other ranks."""
         frame = sys._current_frames().get(self._main_thread)
         is_open = _num_debuggers > 0 or processes.in_debugger(frame)
         if is_open != self._is_in_debugger:
@@ -448,7 +471,8 @@ class Doctor:
         """Answers the alarm, writes or reads the report, and ends this process."""
         start = time.monotonic()
         if alarm.why in ("follows", "config") and self._fault is None:
-            # The main thread is about to raise the same error, or the one that the other follows.
+            # Wait a moment: the main thread is likely about to raise the same ConfigError, or the
+            # error because of which the other rank failed.
             self._wake.wait(_POLL_S)
         self._publish(f"answer/{self._rank}", self._answer())
         silent = self._answer_for_peers(start)
@@ -462,9 +486,10 @@ class Doctor:
             if not self._wait_for("report", start + _ANSWER_S + _REPORT_S):
                 raise TimeoutError(f"rank {alarm.by}, which was to report it, is gone too")
             report = self._read("report", Report)
-        # A rank that is stopped or stuck in C cannot exit by itself. A slow one can.
+        # Kill the ranks that are stopped or stuck in C, which cannot exit by themselves. A rank
+        # that was only slow has answered meanwhile, and can.
         for rank, peer in silent.items():
-            is_stuck = not self._read(f"answer/{rank}", Answer).answers
+            is_stuck = not self._read(f"answer/{rank}", Answer).responds
             if is_stuck and processes.process_state(peer) != "gone":
                 with suppress(OSError):
                     os.kill(peer.pid, signal.SIGKILL)
@@ -473,12 +498,13 @@ class Doctor:
     def _answer(self) -> Answer:
         """Returns this rank's answer to an alarm.
 
-        Its line says where the main thread is, and what the processes that this rank waits for do.
+        Its `line` says where the main thread is, and what the processes do that this rank waits
+        for.
         """
         threads = sys._current_frames()
         frame = threads.get(self._main_thread)
         lines = [processes.innermost_line(frame)]
-        with suppress(Exception):  # what it describes changes meanwhile
+        with suppress(Exception):  # what the function describes may change while it runs
             lines.append(_describe_waiting())
         enqueued, flight = processes.flight_recorder()
         return Answer(
@@ -492,7 +518,7 @@ class Doctor:
         )
 
     def _answer_for_peers(self, start: float) -> dict[int, RankProcess]:
-        """Answers for the ranks of this host that do not answer themselves; returns them."""
+        """Answers in the place of those ranks of this host that do not answer; returns them."""
         silent = {}
         for rank, peer in (self._peers or {}).items():
             key = f"answer/{rank}"
@@ -500,15 +526,16 @@ class Doctor:
             if not self._wait_for(key, start + (_PEER_ANSWER_S if can_answer else _POLL_S)):
                 stacks = processes.stacks_of_peer(peer) if can_answer else ""
                 state = processes.process_state(peer)
-                # Meanwhile a slow rank may have answered, or another rank for it.
+                # Meanwhile a slow rank may have answered, or another rank in its place.
                 if not self._watch_store.check([key]):
                     position = self._read(f"beat/{rank}", Position)
-                    self._publish(key, Answer(position, answers=False, stacks=stacks, state=state))
-            if not self._read(key, Answer).answers:
+                    self._publish(key, Answer(position, responds=False, stacks=stacks, state=state))
+            if not self._read(key, Answer).responds:
                 silent[rank] = peer
         return silent
 
     def _wait_for(self, key: str, deadline: float) -> bool:
+        """Waits until `key` is in the store; returns False if it is not by the deadline."""
         while not self._watch_store.check([key]):
             if time.monotonic() > deadline:
                 return False
@@ -516,21 +543,22 @@ class Doctor:
         return True
 
     def _answer_of(self, rank: int, deadline: float) -> Answer:
+        """Returns a rank's answer; one in state "unknown" if none has come by the deadline."""
         if not self._wait_for(f"answer/{rank}", deadline):
             position = self._read(f"beat/{rank}", Position)
-            return Answer(position, answers=False, state="unknown")
+            return Answer(position, responds=False, state="unknown")
         return self._read(f"answer/{rank}", Answer)
 
     def _share(self, report: Report, alarm: Alarm) -> None:
-        """Gives the report to the other ranks, the run's folder and the log."""
-        # Without the details: for many ranks they would be gigabytes in the store.
+        """Gives the report to the other ranks, writes it to the run folder, and calls `tell`."""
+        # The details stay out: with many ranks they would be gigabytes in the store.
         self._publish("report", replace(report, details=""))
         if self.folder is not None and report.code != 2:
             head = f"=== {time.strftime('%Y-%m-%d %H:%M:%S')}\n{report.text}\n"
             texts = {"failure.txt": head}
             if alarm.why in ("timeout", "silent"):
                 texts["hang.txt"] = f"{head}\n{report.details}\n"
-            with suppress(OSError):  # a full disk must not keep the others from exiting
+            with suppress(OSError):  # even with a full disk, all ranks must exit
                 for name, text in texts.items():
                     path = self.folder / name
                     with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -539,14 +567,16 @@ class Doctor:
             self.tell(report.headline)
 
     def _exit(self, report: Report, last_words: str) -> NoReturn:
+        """Ends this process with the report's exit code, after printing `last_words`."""
         is_culprit = self._rank == report.culprit
         _write_error_file(report.text if is_culprit else report.headline, is_culprit=is_culprit)
         if self._rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # The store is in this process, and the others read the report from it.
+            # The store is in this process, and the other ranks still read the report from it.
             time.sleep(1.0)
         exit_process(report.code, last_words)
 
     def _exit_alone(self, error: Exception) -> NoReturn:
+        """Ends this process without a common report, because of an error in the thread itself."""
         fault = self._fault
         reason = f"{type(error).__name__}: {error}"
         text = (
@@ -561,9 +591,10 @@ class Doctor:
 
 
 def _decode(text: bytes, kind: type[Record]) -> Record:
-    """Returns the record of which `Doctor._publish` wrote the fields.
+    """Returns the record that `Doctor._publish` wrote.
 
-    By json, because messages of errors may hold lone surrogates, which msgspec's decoder refuses.
+    It is decoded by json and not by msgspec, which refuses the lone surrogates that error messages
+    may contain.
     """
     return msgspec.convert(json.loads(text), kind)
 
@@ -571,12 +602,12 @@ def _decode(text: bytes, kind: type[Record]) -> Record:
 def _write_error_file(text: str, *, is_culprit: bool) -> None:
     """Writes the file in which torchrun looks for the error of this rank.
 
-    torch's decorator `record` would write it from the main thread while the doctor, on its own
-    thread, does so too and ends the process, and torchrun raises an error on half a file.
+    torch's decorator `record` is not used. It would write the file in the main thread while the
+    doctor's thread writes it too and ends the process, and torchrun fails if it finds half a file.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
-        # torchrun takes the error file with the earliest time for the root cause.
+        # torchrun takes the error with the earliest time for the root cause: that of the culprit.
         info = {"py_callstack": text, "timestamp": str(int(time.time()) + (not is_culprit))}
         with suppress(OSError):
             Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": info}}))
@@ -589,19 +620,20 @@ def _raise_interrupt(number: int, _: FrameType | None) -> None:
 # The doctor of this process, None before a session starts and after it has ended.
 _doctor: Doctor | None = None
 _describe_waiting: Callable[[], str] = str
-# Debuggers open in reward workers. One on the main thread is seen on its stack.
+# The number of debuggers that are open in this rank's reward workers. A debugger in the main thread
+# is not counted here: it is found on that thread's stack.
 _num_debuggers = 0
 
 
 def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
-    """Starts to watch this rank, in phase "start". The prefix of `store` must be new."""
+    """Starts watching this rank, which is in phase "start". The prefix of `store` must be new."""
     global _doctor
-    assert _doctor is None, "the doctor is there already"
+    assert _doctor is None, "the doctor runs already"
     _doctor = Doctor(store, rank, world_size, config)
 
 
 def stop() -> None:
-    """Stops to watch. For the normal end, when everything is saved."""
+    """Stops watching this rank. For the normal end, when everything is saved."""
     global _doctor
     interrupt.leave_on_second_press(0)
     if _doctor is not None:
@@ -610,9 +642,9 @@ def stop() -> None:
 
 
 def write_reports_to(folder: Path, tell: Callable[[str], None] | None = None) -> None:
-    """From now on reports also go to failure.txt and hang.txt in `folder`, which is this run's own.
+    """Makes reports go to failure.txt and hang.txt in `folder` as well, this run's own folder.
 
-    One rank calls `tell` with the first line; it must not take long.
+    The rank that writes the report calls `tell` with its first line; `tell` must return soon.
     """
     if _doctor is not None:
         _doctor.folder = folder
@@ -625,7 +657,7 @@ def limit_s(config: WatchdogConfig, phase: str) -> float:
 
 
 def enter_phase(name: str, step: int) -> None:
-    """Tells the doctor that this rank enters a phase. Its limit starts now."""
+    """Tells the doctor that this rank enters a phase, whose time limit starts now."""
     if _doctor is not None:
         _doctor.move(name, step)
 
@@ -646,26 +678,28 @@ def count_debugger(is_open: bool) -> None:
 
 
 def describe_waiting_with(describe: Callable[[], str]) -> None:
-    """From now on reports include what `describe` says about processes this rank waits for.
+    """Makes reports include what `describe` returns about the processes that this rank waits for.
 
-    Any thread may call it.
+    `describe` is called in the doctor's thread.
     """
     global _describe_waiting
     _describe_waiting = describe
 
 
 def report_failure(error: BaseException) -> None:
-    """Has the doctor, if there is one, report a failure of this rank and end the process, or tell
-    the process in which the run is embedded."""
+    """Makes the doctor, if there is one, report a failure of this rank and end the process.
+
+    If the run is embedded in another process, that one gets the report and goes on.
+    """
     if _doctor is not None:
         _doctor.fail(error)
 
 
 @contextmanager
 def exit_with_outcome() -> Iterator[None]:
-    """Ends this process with its block, code 0.
+    """Ends this process when the block ends, with exit code 0.
 
-    A failure ends all ranks with one report: ConfigError with code 2, others with code 1.
+    If the block raises, all ranks end with one report: with code 2 for a ConfigError, else 1.
     """
     hold_standard_streams()
     try:
@@ -674,7 +708,7 @@ def exit_with_outcome() -> Iterator[None]:
     except BaseException as error:
         interrupt.leave_on_second_press(1)
         report_failure(error)
-        # There is no doctor: no session had started, or it has ended.
+        # There is no doctor: the session has not started yet, or it has ended.
         text = "".join(traceback.format_exception(error)).rstrip()
         _write_error_file(text, is_culprit=True)
         if isinstance(error, ConfigError):

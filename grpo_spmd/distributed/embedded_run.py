@@ -21,23 +21,24 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed import doctor, exit, interrupt
 from grpo_spmd.distributed.processes import LAUNCH_VARIABLES
 
-# Our own signal: it interrupts the main thread after the doctor has ended the run, whatever that
-# thread waits for.
+# Our own signal. After the doctor has ended the run, its thread sends it to the main thread, to
+# interrupt whatever that thread waits for.
 _STOP_SIGNAL = signal.SIGURG
 _SIGNALS = (signal.SIGINT, *interrupt.SIGNALS, _STOP_SIGNAL)
 
 
 class _StoppedError(Exception):
-    """The doctor has ended the run."""
+    """Raised in the main thread after the doctor has ended the run."""
 
 
 @contextmanager
 def embedded_run(release: Callable[[], None]) -> Iterator[None]:
-    """Runs the block as a guest of this process; `release` ends what a failed run leaves behind.
+    """Runs the block, a training, in a process that goes on after it.
 
-    With several ranks a failure ends all their processes, as in the command: nobody could take the
-    others out of a collective. With one rank the failure is raised after the run was taken down:
-    ConfigError and KeyboardInterrupt as they are, everything else as RuntimeError with the report.
+    With several ranks a failure ends the processes of all ranks, as in the training command: ranks
+    that wait in a collective could not be interrupted otherwise. With one rank the failure is
+    raised once the run is taken down: ConfigError and KeyboardInterrupt as they are, everything
+    else as a RuntimeError with the doctor's report. `release` ends what a failed run leaves behind.
     """
     if threading.current_thread() is not threading.main_thread():
         name = threading.current_thread().name
@@ -61,9 +62,9 @@ def embedded_run(release: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def _restored_process() -> Iterator[None]:
-    """Restores signal handlers, variables and our logger after the block."""
+    """Restores signal handlers, environment variables and our logger after the block."""
     handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    # A later run has its own port.
+    # start_session sets these variables, but a later run must choose its own port.
     environment = {name: os.environ[name] for name in LAUNCH_VARIABLES if name in os.environ}
     log = logging.getLogger("grpo_spmd")
     log_handlers = list(log.handlers)
@@ -91,14 +92,14 @@ def _restored_process() -> Iterator[None]:
 
 @contextmanager
 def _single_rank(release: Callable[[], None]) -> Iterator[None]:
-    """Turns a failure of the block into an exception after everything was taken down."""
+    """Raises a failure of the block as one exception, after everything was taken down."""
     reports: list[str] = []
     main_thread = threading.main_thread()
     is_running = True
 
     def take_report(report: str) -> None:
         reports.append(report)
-        # From the doctor's thread: the main thread may be stuck anywhere.
+        # Called in the doctor's thread: interrupt the main thread, which may be stuck anywhere.
         if threading.current_thread() is not main_thread:
             signal.pthread_kill(main_thread.ident or 0, _STOP_SIGNAL)
 
@@ -125,7 +126,7 @@ def _single_rank(release: Callable[[], None]) -> Iterator[None]:
             try:
                 release()
             except Exception as release_error:
-                # The parts are broken. This must not hide the first error.
+                # The parts of a failed run may be broken. Their errors must not hide the first one.
                 text = f"{type(release_error).__name__}: {release_error}"
                 failure.add_note(f"then, in taking down what was left: {text}")
     _free_memory()
@@ -134,7 +135,10 @@ def _single_rank(release: Callable[[], None]) -> Iterator[None]:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Clears the traceback, which holds policy and engine: a notebook keeps the last one."""
+    """Clears the tracebacks of an error and of its causes, and the frames in them.
+
+    The frames hold policy and engine, and a notebook keeps the last traceback.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error.__traceback__ = None
@@ -142,7 +146,8 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def _free_memory() -> None:
-    # vLLM freezes the heap when an engine starts, and undoes it only after a normal end.
+    """Frees objects that nothing refers to any more, and torch's cached GPU memory."""
+    # vLLM freezes all objects when an engine starts, and unfreezes them only after a normal end.
     gc.unfreeze()
     gc.collect()
     if "torch" in sys.modules:

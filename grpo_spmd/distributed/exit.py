@@ -1,4 +1,4 @@
-"""Ends a process in bounded time, whatever it is stuck in, and prints log lines without waiting.
+"""Ends a process within a time limit, even a stuck one, and prints log lines without waiting.
 
 Imports no torch.
 """
@@ -23,19 +23,20 @@ from typing import NoReturn, TextIO
 from grpo_spmd.config.errors import printable, say, within
 from grpo_spmd.distributed import startup
 
-# A worker may have been started only for its output, so it waits this long for a reader.
+# How long an exiting process waits until its output was read: longer after a success, because the
+# output may be all that the process was started for.
 _FLUSH_S = 10.0
 _FAILED_FLUSH_S = 1.0
-# The time that vLLM and NCCL get to end.
+# How long the teardown of vLLM and NCCL may take.
 _END_S = 60.0
 _MAX_WAITING_LINES = 1000
 _MIN_COLUMNS = 40
-# The owner of this process, if the run is embedded in it.
+# Takes the last words of a run that is embedded in somebody else's process (`embedded_in`).
 _owner: Callable[[str], None] | None = None
 
 
 class Rank0Error(RuntimeError):
-    """`on_rank0` failed on rank 0. Every rank raises this error: no rank waits for a result."""
+    """A function that `on_rank0` called on rank 0 has failed. Every rank raises this error."""
 
 
 class Terminal(QueueHandler):
@@ -57,9 +58,10 @@ class Terminal(QueueHandler):
             self._lines.put_nowait(record)
 
     def _run(self) -> None:
+        """Prints each record that is enqueued; the body of the thread. None ends it."""
         for record in iter(self._lines.get, None):
             line = printable(record.getMessage())
-            # Whoever read it is gone (train | head), or the stream is no file.
+            # The reader may be gone (train | head), or the stream may be no real file.
             with suppress(OSError, ValueError, AttributeError):
                 # One write: ranks share a pipe, and print() writes the newline separately.
                 self._stream.write(f"{self._wrap(line)}\n")
@@ -68,7 +70,8 @@ class Terminal(QueueHandler):
             self._lines.task_done()
 
     def _wrap(self, line: str) -> str:
-        """Returns the line in the width of the terminal, if the stream is one."""
+        """Returns the line wrapped to the terminal's width, or unchanged if the stream is no
+        terminal."""
         is_terminal = self._stream.isatty()
         columns = os.get_terminal_size(self._stream.fileno()).columns if is_terminal else 0
         if not 0 < columns < len(line):
@@ -82,22 +85,27 @@ class Terminal(QueueHandler):
         )
 
     def end(self) -> None:
-        """Prints the waiting lines and ends the thread. Not close(), which vLLM's logging calls."""
+        """Prints the waiting lines and ends the thread.
+
+        This is not close(), which vLLM's logging setup calls on every handler while the run goes
+        on.
+        """
         with suppress(Full):
             self._lines.put_nowait(None)
         self._thread.join(_FLUSH_S)
 
     def flush(self) -> None:
-        """Waits until the lines so far are printed."""
+        """Waits until all lines so far are printed, at most 10 s."""
         with self._lines.all_tasks_done:
             self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, _FLUSH_S)
 
 
 @contextmanager
 def embedded_in(owner: Callable[[str], None]) -> Iterator[None]:
-    """Within the block this process is not ours to end.
+    """Marks the run as embedded in the caller's process (a script, a notebook) within the block.
 
-    Whatever would end it gives its last words to `owner` instead, and only its thread ends.
+    Then `exit_process` does not end the process: it passes its last words to `owner` and ends only
+    the thread that called it.
     """
     global _owner
     _owner = owner
@@ -114,12 +122,13 @@ def is_embedded() -> bool:
 
 @contextmanager
 def killed_after(seconds: float) -> Iterator[None]:
-    """Has the kernel kill this process if the block takes longer.
+    """Makes the kernel kill this process (SIGKILL) if the block takes longer than `seconds`.
 
-    It also ends a process that is stopped or stuck in C, which no thread of its own could.
+    That works even if the process is stopped or stuck in C, where none of its own threads could
+    act. An embedded run is never killed.
     """
     libc = ctypes.CDLL(None)
-    # Only Linux has it, with a glibc that is not old.
+    # timer_create is missing outside Linux, and in old versions of glibc.
     if _owner is not None or not hasattr(libc, "timer_create"):
         yield
         return
@@ -137,11 +146,11 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_teardown() -> Iterator[None]:
-    """Bounds the time of the teardown, after every rank knows that everything is saved.
+    """Limits the time of the teardown in the block. Use it once every rank knows that all is saved.
 
-    If the teardown hangs for a minute, the process exits with 0; if its threads are stuck so that
-    even this timer cannot run, it is killed.
-    torchrun waits for all ranks, and the nodes would be held.
+    If the teardown takes more than a minute, the process exits with code 0. If its threads are so
+    stuck that this timer cannot run, the kernel kills it 20 s later. Otherwise torchrun would wait
+    for the rank that hangs, and the nodes would stay allocated.
     """
     if _owner is not None:
         yield
@@ -158,12 +167,13 @@ def bounded_teardown() -> Iterator[None]:
 
 @killed_after(3 * _FLUSH_S)
 def exit_process(code: int, last_words: str = "") -> NoReturn:
-    """Exits without finalizers, because vLLM's and the process group's wait for other ranks.
+    """Flushes the output, prints `last_words` on stderr and exits with `code`, without finalizers.
 
-    The interpreter's own exit sometimes aborts in threads that gloo left behind ("terminate called
+    The finalizers of vLLM and of the process group would wait for other ranks. And the
+    interpreter's own exit sometimes aborts in threads that gloo left behind ("terminate called
     without an active exception"), which torchrun takes for a failed run.
     """
-    # An embedded run: the caller's process lives on, and its owner gets the last words.
+    # In an embedded run the caller's process lives on, and its owner gets the last words.
     if _owner is not None:
         _owner(last_words)
         raise SystemExit(code)
@@ -173,7 +183,7 @@ def exit_process(code: int, last_words: str = "") -> NoReturn:
         if last_words:
             say(last_words)
     finally:
-        # Also after another Ctrl-C in here.
+        # Exit even if another Ctrl-C has interrupted the lines above.
         os._exit(code)
 
 

@@ -1,7 +1,7 @@
-"""Ctrl-C. What a press does depends on whether the run starts, trains, or has saved everything.
+"""Handles Ctrl-C. Its effect depends on whether the run starts, trains, or has saved everything.
 
-A thread hears it, because the main thread may be in C for seconds: in an import, a collective or a
-matrix product. Imports no torch.
+A thread of its own reacts to the press: the main thread may be in C for seconds (in an import, a
+collective or a matrix product), where Python calls no signal handler. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,70 +23,72 @@ from grpo_spmd.config.errors import say
 from grpo_spmd.distributed.exit import exit_process
 from grpo_spmd.distributed.processes import in_debugger
 
-# Called with 1 at the first press, 2 at the second, ...
-Answer = Callable[[int], None]
-# Other signals that stop a run. SIGHUP: the terminal was closed, or its ssh connection has ended.
+# Called with 1 at the first press of Ctrl-C, with 2 at the second, and so on.
+PressHandler = Callable[[int], None]
+# The other signals that stop a run. SIGHUP: the terminal or its ssh connection was closed.
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
-# One press may arrive as several signals: from the terminal and from torchrun, or from a held key.
+# Signals within this time count as one press: both the terminal and torchrun may send one, and a
+# key may be held down.
 _ONE_PRESS_S = 1.0
-# The first rank of a node prints before the others exit.
+# How long the other ranks of a node wait before they exit, so that the first one can print.
 _FIRST_RANK_S = 0.5
 _listener: _Listener | None = None
 _run_dir: Path | None = None
 
 
-def listen(answer: Answer | None = None) -> None:
-    """From now on Ctrl-C calls `answer`; until one is given it ends this process, since training
-    has not begun.
+def listen(handler: PressHandler | None = None) -> None:
+    """Makes Ctrl-C call `handler`. Before one was given, Ctrl-C ends this process.
 
-    Installs no handler where Ctrl-C is ignored (a background job of a shell), or outside the main
-    thread."""
+    Installs nothing outside the main thread, or where SIGINT has no default handler: in a shell's
+    background job Ctrl-C is ignored.
+    """
     global _listener
     is_main = threading.current_thread() is threading.main_thread()
     is_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if _listener is None and is_main and is_default:
         _listener = _Listener(quit_before_training)
-    if answer is not None:
-        _answer_with(answer)
-    # The parent process may have blocked it until somebody handles it (cli.py).
+    if handler is not None:
+        _set_handler(handler)
+    # The parent process may have blocked SIGINT, so that no press is lost before it can be handled
+    # (cli.py, launch.py).
     if is_main:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _answer_with(answer: Answer) -> None:
-    """Changes the handler; presses are counted on."""
+def _set_handler(handler: PressHandler) -> None:
+    """Replaces the handler, if we listen at all. The number of presses is not reset."""
     if _listener is not None:
-        _listener.answer = answer
+        _listener.handler = handler
 
 
 def stop_with(stop: Callable[[], bool]) -> None:
-    """From now on the first press calls `stop`, and the second ends this process.
+    """Makes the first press call `stop`, and the second one end this process.
 
-    `stop` has the run saved; it returns True if an update is finished before.
+    `stop` makes the run save and end. It returns True if the run finishes an update first.
     """
 
-    def answer(number: int) -> None:
+    def handler(number: int) -> None:
         if number > 1:
             _quit(f"Ctrl-C: out at once; {_newest_checkpoint()}")
         update = "finishing the update, then " if stop() else ""
         print_notice(f"Ctrl-C: {update}saving; again to quit now")
 
-    _answer_with(answer)
+    _set_handler(handler)
 
 
 def restore_handler() -> None:
-    """Installs the signal handler again, in the main thread. A library may have set its own."""
+    """Installs our signal handler again (in the main thread): a library may have replaced it."""
     if _listener is not None:
         _listener.install()
 
 
 def leave_on_second_press(code: int) -> None:
-    """From now on the run ends by itself, and a second press ends it at once with this code."""
-    _answer_with(lambda number: exit_process(code) if number > 1 else None)
+    """Makes a second press exit at once with `code`; a first one does nothing. For a run's end."""
+    _set_handler(lambda number: exit_process(code) if number > 1 else None)
 
 
 def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
-    """Sets the folder whose newest checkpoint the last words name."""
+    """Sets the run folder; the line printed at Ctrl-C names the newest checkpoint in it."""
     global _run_dir
     _run_dir = Path(run_dir)
 
@@ -94,26 +96,27 @@ def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
 def print_notice(text: str) -> None:
     """Prints one sentence from the first rank of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        # On its own line: the terminal has shown ^C.
+        # A new line first, because the terminal has printed ^C.
         say(("\n" if sys.stderr.isatty() else "") + text)
 
 
 def quit_before_training(_: int) -> None:
+    """Ends this process with code 1: the handler of Ctrl-C until training begins."""
     _quit(f"stopped by Ctrl-C before the first step; {_newest_checkpoint()}")
 
 
 def _quit(text: str) -> NoReturn:
     print_notice(text)
-    # torchrun ends the others as soon as one rank is gone.
+    # torchrun ends the other ranks as soon as one is gone, and the first rank must print before.
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_S)
     exit_process(1)
 
 
 def _newest_checkpoint() -> str:
-    """Returns in words which checkpoint of the run's folder is the newest."""
+    """Returns a text that names the newest checkpoint in the run folder."""
     folder = (_run_dir or Path()) / "checkpoints"
-    # Folders that are being written have another ending.
+    # The name of a checkpoint that is still being written has a suffix after the number.
     steps = [int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()]
     if _run_dir is None or not steps:
         return "no checkpoint was saved"
@@ -121,10 +124,10 @@ def _newest_checkpoint() -> str:
 
 
 class _Listener:
-    """Thread that receives Ctrl-C through Python's wakeup descriptor and calls `answer`."""
+    """A thread that receives Ctrl-C through Python's wakeup descriptor and calls `handler`."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.answer = answer
+    def __init__(self, handler: PressHandler) -> None:
+        self.handler = handler
         self._num_presses = 0
         self._last_press = -math.inf
         reader, self._writer = socket.socketpair()
@@ -145,15 +148,19 @@ class _Listener:
             signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
 
     def _on_signal(self, _: int, frame: FrameType | None) -> None:
-        """The interpreter calls it once the main thread runs Python, mostly after the answer."""
+        """Python's own handler of SIGINT. It runs only once the main thread executes Python code.
+
+        By then our thread has mostly handled the press.
+        """
         if in_debugger(frame):
             raise KeyboardInterrupt
-        # asyncio may have replaced the wakeup descriptor.
+        # If no press has arrived yet, asyncio may have replaced the wakeup descriptor.
         if not self._num_presses:
             with suppress(OSError):
                 self._writer.send(bytes([signal.SIGINT]))
 
     def _run(self, reader: socket.socket) -> None:
+        """Calls `handler` for each press. `reader` receives the number of each signal."""
         for numbers in iter(lambda: reader.recv(64), b""):
             # torchrun turns a second Ctrl-C into SIGTERM.
             is_second = self._num_presses > 0 and signal.SIGTERM in numbers
@@ -166,4 +173,4 @@ class _Listener:
             if not in_debugger(frame):
                 self._last_press = time_s
                 self._num_presses += 1
-                self.answer(self._num_presses)
+                self.handler(self._num_presses)

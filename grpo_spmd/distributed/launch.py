@@ -1,10 +1,10 @@
-"""torchrun without its own reports: shows only the ranks' words, and returns their exit code.
+"""Runs torchrun without its own reports: shows only the ranks' output, returns their exit code.
 
 python -m grpo_spmd.distributed.launch TORCHRUN_OPTIONS -m grpo_spmd.train ...      (by cli.py)
 
-At Ctrl-C or SIGTERM torchrun ends its ranks, kills them after 30 s, and prints a traceback. Here
-the signal goes to the ranks, which save and exit. The exit code is 0 if they did, 2 if they refused
-what a user typed, else 1.
+At Ctrl-C or SIGTERM torchrun itself would end its ranks, kill them after 30 s, and print a
+traceback. Here the signal is passed on to the ranks, which save and exit. The exit code is 0 if all
+ranks succeeded, 2 if they refused the user's config or command line, else 1.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from grpo_spmd.distributed.exit import exit_process
 
 
 def main() -> None:
-    """Runs torchrun on the arguments, and exits with the ranks' code."""
-    interrupt.listen(interrupt.quit_before_training)  # while there is no rank that could answer
+    """Runs torchrun with the command line's arguments, and exits with the ranks' exit code."""
+    interrupt.listen(interrupt.quit_before_training)  # until there are ranks that handle Ctrl-C
     startup.begin("starting the ranks")
-    # Without a folder of error files, which a SIGKILL would leave behind: exit codes are enough.
+    # Exit codes are enough: without --log-dir a SIGKILL would leave a folder of error files behind.
     sys.exit(_run([f"--log-dir={os.devnull}", "--signals-to-handle=SIGQUIT", *sys.argv[1:]]))
 
 
 def _run(arguments: list[str]) -> int:
-    # torchrun sets the same, with a banner of six lines.
+    """Runs torchrun with `arguments` and returns the exit code for the ranks' outcome."""
+    # torchrun would set the same value, and print a banner of six lines about it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with startup.garbage_collector_off():
         from torch.distributed import run
@@ -41,25 +42,26 @@ def _run(arguments: list[str]) -> int:
         from torch.distributed.launcher import api
 
     class Agent(local_elastic_agent.LocalElasticAgent):
-        """Agent that passes signals on to its ranks, and waits for them."""
+        """torchrun's agent, which here passes signals on to its ranks and waits until they exit."""
 
         def _start_workers(self, *args: Any, **options: Any) -> Any:
-            # Ranks inherit the blocked signal. Ctrl-C stays pending until a rank can answer it.
+            """Starts the ranks, and installs our signal handlers in this process."""
+            # Ranks inherit that SIGINT is blocked: Ctrl-C stays pending until a rank can handle it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             try:
                 workers = super()._start_workers(*args, **options)
             finally:
                 interrupt.listen(self._on_press)
             for number in interrupt.SIGNALS:
-                # nohup ignores SIGHUP, and so must the ranks.
+                # Under nohup SIGHUP is ignored, and must not reach the ranks either.
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, self._on_signal)
-            startup.end()  # rank 0 has its own lines
+            startup.end()  # rank 0 prints its own progress lines
             return workers
 
         def _on_press(self, number: int) -> None:
             num_ranks = self._forward(signal.SIGINT if number < 3 else signal.SIGKILL)
-            # Without ranks it waits for the other nodes.
+            # An agent that has no ranks yet is waiting for the other nodes.
             if number > 1 and not num_ranks:
                 exit_process(1)
 
@@ -70,7 +72,7 @@ def _run(arguments: list[str]) -> int:
         def _forward(self, number: int) -> int:
             """Sends a signal to the ranks and returns how many got it.
 
-            No rank is started again after it.
+            After that, ranks that fail are not restarted.
             """
             self._remaining_restarts = 0
             num_ranks = 0
@@ -80,7 +82,7 @@ def _run(arguments: list[str]) -> int:
                     num_ranks += 1
             return num_ranks
 
-    # torchrun's account of who was ended and why. The ranks' report says it better.
+    # Silence torchrun's account of which rank it ended and why: the ranks' own report says more.
     logging.disable(logging.ERROR)
     api.LocalElasticAgent = Agent  # type: ignore[misc]
     try:
@@ -88,11 +90,11 @@ def _run(arguments: list[str]) -> int:
     except ChildFailedError as error:
         codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
         for rank, code in codes.items():
-            if code < 0:  # it could not say so itself
+            if code < 0:  # a signal ended it, so it could not report that itself
                 say(f"rank {rank} was ended by {signal.Signals(-code).name}")
         return 2 if set(codes.values()) == {2} else 1
     except SignalException:
-        # SIGQUIT (Ctrl and backslash) is still torchrun's: it has ended the ranks.
+        # torchrun still handles SIGQUIT (Ctrl and backslash) itself: it has ended the ranks.
         return 1
     return 0
 

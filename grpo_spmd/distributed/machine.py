@@ -1,6 +1,7 @@
-"""Checks of a machine before its rank joins the others.
+"""Checks the machine of a rank before the rank joins the others.
 
-Otherwise a fault shows as a run on the CPU that nobody wanted, or as a hang.
+Without these checks, a fault of the machine would only show as an unwanted run on the CPU, or as a
+hang.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ def rank_device(local_rank: int) -> torch.device:
     """Returns this rank's GPU, or the CPU if there are no GPUs, they are hidden, or torch is a
     build for the CPU.
 
-    CUDA_VISIBLE_DEVICES= hides them. Raises ConfigError if a CUDA build of torch cannot use them,
-    or if there are fewer than ranks.
+    An empty CUDA_VISIBLE_DEVICES hides the GPUs. Raises ConfigError if a CUDA build of torch cannot
+    use them, or if the node has fewer GPUs than ranks.
     """
     with warnings.catch_warnings():
-        # If torch cannot use the driver it only warns and returns False: the error below says why.
+        # If torch cannot use the driver, it warns and returns False. Our error below says why.
         warnings.simplefilter("ignore")
         is_usable = torch.cuda.is_available()
     if is_usable:
@@ -63,7 +64,7 @@ def rank_device(local_rank: int) -> torch.device:
 
 
 def _why_not() -> str:
-    """Returns torch's own reason in one sentence."""
+    """Returns why torch cannot use the GPUs: the first sentence of torch's own error."""
     try:
         torch.cuda.init()
     except (AssertionError, RuntimeError) as error:
@@ -72,9 +73,10 @@ def _why_not() -> str:
 
 
 def with_time_to_start(watchdog: WatchdogConfig, world_size: int) -> WatchdogConfig:
-    """Returns the limits with more time for phase start on several nodes, if it is not set.
+    """Returns the config with more time for phase start if there are more than 8 ranks.
 
-    All ranks create vLLM's groups one after another, and each compiles.
+    All ranks create vLLM's process groups one after another, and each rank compiles. A limit that
+    the user has set for the phase stays.
     """
     more_ranks = max(0, world_size - _RANKS_PER_NODE)
     start_s = watchdog.timeout_s + _START_S_PER_RANK * more_ranks
@@ -82,10 +84,11 @@ def with_time_to_start(watchdog: WatchdogConfig, world_size: int) -> WatchdogCon
 
 
 def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
-    """Collective. Raises ConfigError if ranks of other hosts could not reach this one.
+    """Collective. Raises ConfigError if ranks on other hosts cannot reach this rank.
 
-    gloo listens at the address of the host's name. If that is the loopback interface (127.0.1.1 in
-    many Linux installations), all ranks would wait for each other until their limits.
+    gloo listens at the address to which the host's name resolves. If that is the loopback interface
+    (127.0.1.1 in many Linux installations), all ranks would wait for each other until their time
+    limits.
     """
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         return
@@ -93,7 +96,7 @@ def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
     address = None if os.environ.get("GLOO_SOCKET_IFNAME") else gloo_address()
     if address is None or not ip_address(address).is_loopback:
         return
-    # Rank 0's host stands for the others; on that host, the last rank's does. Two launchers on one
+    # If there are other hosts, the first or the last rank is on one of them. Two launchers on one
     # host are fine.
     hosts = {store.get(f"host/{peer}").decode() for peer in (0, world_size - 1)}
     if hosts != {host_identity()}:
@@ -106,9 +109,9 @@ def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
 
 
 def gloo_address() -> str:
-    """Returns where torch's gloo listens if GLOO_SOCKET_IFNAME is not set.
+    """Returns the address at which torch's gloo listens if GLOO_SOCKET_IFNAME is not set.
 
-    That is the first address of the host's name that it can bind, else the loopback interface
+    It is the first address of the host's name that can be bound, else the loopback address
     (ProcessGroupGloo.cpp of torch 2.11 to 2.13).
     """
     with suppress(OSError):
@@ -121,9 +124,9 @@ def gloo_address() -> str:
 
 
 def check_setup() -> None:
-    """Exits with 2 if torch is a build for the CPU; for `launch/setup.sh gpu`.
+    """Exits with code 2 if torch is a build for the CPU or cannot use this machine's GPUs.
 
-    A login node may have no GPU.
+    `launch/setup.sh gpu` calls it. A machine without GPUs passes: it may be a login node.
     """
     try:
         if torch.version.cuda is None:

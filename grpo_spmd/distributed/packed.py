@@ -1,4 +1,4 @@
-"""A JSON header and arrays as one byte string, to send between the ranks of one job.
+"""Packs a JSON header and NumPy arrays into one byte string, to send it between ranks of one job.
 
 Nothing is pickled or rounded.
 """
@@ -17,9 +17,9 @@ _LENGTH_BYTES = 4
 
 
 def pack(header: Any, arrays: Iterable[Array] = ()) -> bytes:
-    """Returns header and arrays as bytes. `header` goes through JSON.
+    """Returns the header, as JSON, and the arrays as bytes.
 
-    The reader must know the lengths and dtypes of the arrays.
+    The bytes do not contain the lengths and dtypes of the arrays: the reader must know them.
     """
     text = json.dumps(header, separators=(",", ":")).encode()
     length = len(text).to_bytes(_LENGTH_BYTES, "little")
@@ -27,7 +27,7 @@ def pack(header: Any, arrays: Iterable[Array] = ()) -> bytes:
 
 
 class PackedReader:
-    """Reads from its beginning what `pack` returned."""
+    """Reads what `pack` returned: `header` first, then one array after the other."""
 
     def __init__(self, payload: bytes) -> None:
         self._payload = payload

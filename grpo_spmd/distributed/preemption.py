@@ -1,11 +1,13 @@
-"""Preemption: a signal, or the end of the job's time, ends the run with everything saved.
+"""Preemption: stops the run with everything saved, after a signal or before the job's time ends.
 
-No step is begun that cannot finish. Only the first optimizer step of a step changes the policy. A
-step that is stopped before it is given up: the state saved is the one it began with, and its
-samples are in the rollout buffer. A step that is stopped later is finished.
+A step is not begun if the time left is too short for it. If the run must stop within a step, what
+happens depends on whether the step's first optimizer step has begun to change the policy. Before
+that, the step is given up: the saved state is the one with which the step began, and the
+completions that are sampled already are saved in the rollout buffer. After that, the step is
+finished first.
 
-All ranks raise `Preempted` together: at a step's start, after each generation's scoring, before the
-update and between its micro-batches.
+All ranks raise `Preempted` together, at one of these points: at the start of a step, after each
+generation was scored, before the update, and between micro-batches while the policy is unchanged.
 """
 
 from __future__ import annotations
@@ -31,65 +33,71 @@ from grpo_spmd.records import ScoredRollouts
 
 _log = logging.getLogger("grpo_spmd")
 MARKER = "preempted.json"
-# Steps whose times count; most likely more than lie between two evaluations.
+# The longest of this many recent steps is the estimate for the next one. That is most likely more
+# steps than lie between two evaluations, so the estimate includes one.
 _NUM_RECENT = 200
-# A step may take this many times the longest recent one.
+# The next step is expected to take at most this many times as long as the longest recent one.
 _SPREAD = 1.2
-# In the run's store a rank that was signalled tells the others.
+# The key in the run's store under which a rank that got a signal tells the others.
 _NOTICE = "preempted"
 _NOTICE_POLL_S = 0.5
-# Moments of a step: its start, the end of its last generation, the start of its update.
+# The moments of a step from which the rest of it is timed: its start, the end of its last
+# generation, the start of its update.
 _BEGIN = 0
 _GENERATED = 1
 _UPDATE = 2
 
 
 class Preempted(Exception):
-    """The run has to stop, for the reason in the text. All ranks raise it together.
+    """Raised on all ranks together if the run has to stop; the text is the reason.
 
     The step in progress is given up.
     """
 
 
 class _ScoringStoppedError(Exception):
-    """Scoring stops here, because the step is given up."""
+    """Raised within the scoring of completions, to stop it, if the step is given up."""
 
 
 class Preemption:
-    """Knows when the run has to stop; a signalled rank tells the others.
+    """Decides when the run has to stop, and makes all ranks stop together.
 
-    The deadline is `max_time_s` after the launch, else the end of the Slurm job, minus up to 10 s
-    for what follows the save. Create it before the engine, which takes long to start: until then a
-    signal kills. From the first step on Ctrl-C is such a signal; a second one ends this process.
+    The run stops if some rank gets SIGTERM, SIGUSR1, SIGHUP or (from the first step on) Ctrl-C, or
+    if the deadline is near. A second Ctrl-C ends this process at once. The deadline is `max_time_s`
+    after the launch if that is set, else the end of the Slurm job, minus up to 10 s for what
+    follows the last save.
+
+    Create this object before the engine, which takes long to start: until then a signal kills the
+    process.
     """
 
     def __init__(self, max_time_s: float | None) -> None:
         self._max_time_s = max_time_s
         self._signal: str | None = None
-        # Why this rank ended its generation early.
+        # Why this rank ended its generation early, or None if it did not.
         self._aborting: str | None = None
-        # Times are on the monotonic clock. None: not asked for yet.
+        # On the monotonic clock, as all times here. None until `begin_step` has asked for it.
         self._deadline: float | None = None
         self._next_poll = 0.0
-        # When this step began, had generated and began its update; and for each of the three how
-        # long recent steps took from it to their end.
+        # By moment (_BEGIN, _GENERATED, _UPDATE): when this step reached it, and how long each
+        # recent step took from there to its end.
         self._moments = [math.nan] * 3
         self._durations_s: list[deque[float]] = [deque(maxlen=_NUM_RECENT) for _ in range(3)]
         self._num_steps = 0
         self._policy_changes = False
-        # How long a save may take, and an estimate until one was measured.
+        # How long a save takes, and the estimate that is used until one was measured.
         self._save_s = 0.0
         self._unknown_save_s = 0.0
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
-        """Collective. Call it at the start of each step, and once more before the evaluation that
-        follows the last step.
+        """Collective. Begins the times of a step, and raises Preempted if the run has to stop.
 
+        Called at the start of each step, and once more before the evaluation after the last step.
         Raises Preempted after a signal, or if less time is left than a step and a save take.
-        `time_to_save_s` is 0 while no save was measured.
+        `time_to_save_s` is how long a save took, 0 if none was measured yet.
         """
-        # vLLM, or a user's reward, may have set its own handlers.
+        # vLLM, or a user's reward function, may have replaced our signal handlers.
         self._take_signals()
         if is_embedded():
             signal.signal(signal.SIGINT, self._on_interrupt)
@@ -101,7 +109,7 @@ class Preemption:
             for durations_s, moment in zip(self._durations_s, self._moments, strict=True):
                 durations_s.append(time_s - moment)
             self._num_steps += 1
-            # The first step took longer: it includes everything that happens once.
+            # Forget the first step: it took longer, since it included what happens only once.
             if self._num_steps == 2:
                 for durations_s in self._durations_s:
                     durations_s.popleft()
@@ -111,7 +119,7 @@ class Preemption:
         self._agree(self._reason_to_stop(_BEGIN, "a step"))
 
     def _set_deadline(self, time_s: float) -> None:
-        """Collective. Rank 0 asks how much time the job has left."""
+        """Collective. Sets the deadline; rank 0 asks how much time the job has left."""
         left_s = on_rank0(lambda _: seconds_left(self._max_time_s), None)
         self._deadline = math.inf
         if left_s is not None:
@@ -119,26 +127,27 @@ class Preemption:
             self._unknown_save_s = min(60.0, 0.05 * max(left_s, 0.0))
 
     def check_before_update(self) -> None:
-        """Collective. Raises Preempted as begin_step does, for update and save.
+        """Collective. Raises Preempted after a signal, or if no time is left for update and save.
 
-        This is the last look at the clock in a step.
+        Later in the step the deadline is not checked any more.
         """
         self._moments[_UPDATE] = time.monotonic()
         self._agree(self._aborting or self._reason_to_stop(_UPDATE, "an update"))
 
     def check_in_update(self, changes_policy: bool) -> None:
-        """Collective. Raises Preempted after a signal; call it while the policy is as at the start.
+        """Collective. Raises Preempted if some rank got a signal.
 
-        `changes_policy`: from now on the policy changes.
+        Called between micro-batches, only as long as the step has not changed the policy.
+        `changes_policy` is True in the last call before an optimizer step changes it.
         """
         if any_rank(self._signal is not None):
             self._agree(self._signal)
         self._policy_changes = changes_policy
 
     def should_abort(self) -> bool:
-        """Returns True if this rank should end its generation.
+        """Returns True if this rank should end its generation early.
 
-        The engine asks before each of its steps. Waits for nobody.
+        The engine asks before each of its steps. Does not wait for other ranks.
         """
         if self._aborting is None:
             self._aborting = self._reason_to_give_up()
@@ -146,13 +155,16 @@ class Preemption:
         return self._aborting is not None
 
     def check_scoring(self) -> None:
-        """Stops the scoring in `guard` if some rank was signalled. Waits for nobody."""
+        """Raises _ScoringStoppedError, which `guard` catches, if some rank got a signal.
+
+        Called while completions are scored. Does not wait for other ranks.
+        """
         self._share_notice(self._signal)
         if self._signal is not None or self._aborting is not None:
             raise _ScoringStoppedError
 
     def _share_notice(self, reason: str | None) -> None:
-        """Posts the reason, or else reads from time to time what another rank has posted."""
+        """Posts `reason` for other ranks; if it is None, looks every 0.5 s for what they posted."""
         time_s = time.monotonic()
         if reason is not None:
             post_notice(_NOTICE, reason)
@@ -161,15 +173,17 @@ class Preemption:
             self._aborting = self._aborting or read_notice(_NOTICE)
 
     def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
-        """Returns `score` with a check after it; all ranks call it after each generation.
+        """Returns a function that calls `score` and then checks whether the run has to stop.
 
-        If the step is given up, nothing is scored. After a signal a failure of `score` also gives
-        up the step, because Slurm signals the reward processes as well.
+        All ranks call that function after each generation. If this rank already has a reason to
+        stop, it does not call `score`. If `score` fails after a signal, the step is given up
+        instead of raising the error, because Slurm sends the signal to the reward processes as
+        well.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
-            """Collective. Raises Preempted as check_before_update does, or if some rank ended its
-            generation early."""
+            """Collective. Scores the completions. Raises Preempted as check_before_update does, or
+            if some rank ended its generation early."""
             scored = ScoredRollouts()
             self._moments[_GENERATED] = time.monotonic()
             reason = self._reason_to_give_up()
@@ -217,6 +231,7 @@ class Preemption:
             raise Preempted(agreed_reason)
 
     def _take_signals(self) -> None:
+        """Installs our signal handlers again. A SIGHUP that is ignored (nohup) stays ignored."""
         for number in interrupt.SIGNALS:
             handler = signal.getsignal(number)
             is_nohup = number == signal.SIGHUP and handler == signal.SIG_IGN
@@ -225,18 +240,18 @@ class Preemption:
         interrupt.restore_handler()
 
     def _on_press(self) -> bool:
-        """Ctrl-C, in a thread of its own. Returns True if an update must be finished."""
+        """Handles Ctrl-C in interrupt.py's thread. Returns True if an update is finished first."""
         self._signal = self._signal or "Ctrl-C"
         return self._policy_changes
 
     def _on_interrupt(self, _: int, frame: object) -> None:
-        """Ctrl-C in a process that is not ours to end: the second one is its owner's."""
+        """Handles Ctrl-C in an embedded run: the second press interrupts the caller's code."""
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = "Ctrl-C"
 
     def _on_signal(self, number: int, _: object) -> None:
-        # Nothing else: a handler may run in the middle of anything.
+        # Do nothing else here: a signal handler may interrupt any line, even one that holds a lock.
         if self._signal is None:
             self._signal = signal.Signals(number).name
 
@@ -248,5 +263,5 @@ def write_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> Non
 
 
 def remove_marker(run_dir: str | os.PathLike[str]) -> None:
-    """Collective. Removes the marker, because the run goes on."""
+    """Collective. Removes the marker of an earlier preemption, because the run goes on."""
     on_rank0(lambda _: Path(run_dir, MARKER).unlink(missing_ok=True), None)

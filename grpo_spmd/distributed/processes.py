@@ -1,7 +1,8 @@
-"""Looks at processes and stacks for the doctor, and at the time that is left to the job.
+"""Functions about processes and stacks, for the doctor, and about the time that is left to the job.
 
-Reads /proc itself where psutil would count from the clock: psutil's start time of a process changes
-when the clock is set, and two ranks could disagree about it. Imports no torch at its top.
+The start time of a process is read from /proc, in ticks since boot. psutil computes it from the
+wall clock: when the clock is set, its value changes, and two ranks could disagree about it. Imports
+no torch at its top.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Literal
 
 _log = logging.getLogger("grpo_spmd")
 _PR_SET_PDEATHSIG = 1
-# What torchrun sets for a rank, and start_session if torchrun has not.
+# The variables that torchrun sets for a rank; start_session sets them where torchrun has not.
 LAUNCH_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -36,7 +37,7 @@ LAUNCH_VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-# What torchrun sets besides begins so.
+# The beginnings of the other variables that torchrun sets.
 _LAUNCH_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 # A thread in one of these modules waits for other ranks.
 _COLLECTIVE_MODULES = (
@@ -58,13 +59,13 @@ _STACKS_S = 2.0
 _SQUEUE_TIMEOUT_S = 20
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 _MAX_PENDING = 10  # unfinished collectives in a report
-_MAX_SPANS = 6  # of consecutive ranks in a line
-# Frames of torch's Python code around the call that waits.
+_MAX_SPANS = 6  # spans of consecutive ranks in a line
+# At most so many frames of torch's own Python code lie around a call that waits.
 _MAX_WRAPPERS = 6
 
 
 def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of a process that is no rank: without those of torchrun."""
+    """Returns `environ` without torchrun's variables, for a child process that is not a rank."""
     return {
         name: value
         for name, value in environ.items()
@@ -73,13 +74,13 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:
-    """Lets the kernel send this process signal `number` when the thread that started it ends; 0
-    takes that back. Does nothing where the kernel is not Linux's.
+    """Makes the kernel send signal `number` to this process when the thread that started it ends.
 
-    With `parent_pid` this process exits if its parent ended before this call."""
+    The number 0 cancels that. Does nothing on systems other than Linux. If `parent_pid` is given
+    and that process has already ended, this process exits at once."""
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    # The signal is asked for first and the parent looked up after, so that no end goes unnoticed.
+    # Checked after the call above, so that a parent that ends in between is noticed too.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)
 
@@ -88,18 +89,18 @@ def end_with_parent(number: int, parent_pid: int | None = None) -> None:
 class RankProcess:
     """What a rank publishes about its process, so that another rank can look at it."""
 
-    machine: str  # processes with the same one see each other in /proc
+    machine: str  # processes with an equal value see each other in /proc
     host: str
     pid: int
-    start: str  # as in read_stat; another process may get the same pid
-    stacks_fd: int  # its file into which SIGUSR2 makes it write its stacks
+    start: str  # the start time from read_stat, since another process may get the pid later
+    stacks_fd: int  # the descriptor to which the process writes its stacks at SIGUSR2
 
     def __str__(self) -> str:
         return f"{self.host}, process {self.pid}"
 
 
 def this_process(stacks_fd: int) -> RankProcess:
-    """Returns the record of this process."""
+    """Returns the record of this process, to be published."""
     pid = os.getpid()
     start = read_stat(pid)[1]
     machine = host_identity("pid")
@@ -107,10 +108,10 @@ def this_process(stacks_fd: int) -> RankProcess:
 
 
 def host_identity(namespace: str = "net") -> str:
-    """Returns a text that processes of one boot of the kernel and one namespace have in common.
+    """Returns a text that identifies the kernel's boot and this process's namespace of that type.
 
-    A loopback address joins the processes of one "net", and those of one "pid" see each other in
-    /proc.
+    Processes with the same text for "net" can reach each other by the loopback address. Processes
+    with the same text for "pid" see each other in /proc.
     """
     boot_id = ""
     with suppress(OSError):  # a container may hide it
@@ -119,13 +120,14 @@ def host_identity(namespace: str = "net") -> str:
 
 
 def free_port() -> int:
-    """Returns a port of this host that nobody uses now."""
+    """Returns a port of this host that is free at this moment."""
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         return int(trial.getsockname()[1])
 
 
 def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked", "running"]:
+    """Returns the state of a process on this machine; "blocked" is a wait in the kernel."""
     state, start = read_stat(process.pid)
     if start != process.start or state in ("", "Z", "X"):
         return "gone"
@@ -135,23 +137,23 @@ def process_state(process: RankProcess) -> Literal["gone", "stopped", "blocked",
 
 
 def read_stat(pid: int) -> tuple[str, str]:
-    """Returns the state letter and the start time of a process, in ticks since boot.
+    """Returns the state letter of a process, and its start time in ticks since boot.
 
-    ("", "") if there is no such process, or no /proc.
+    Returns ("", "") if there is no such process, or no /proc.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return "", ""
-    # The name in brackets may hold anything, so the fields are counted from its end.
+    # The process's name, in parentheses, may contain anything: fields are counted from its end.
     fields = text.rpartition(")")[2].split()
     return fields[0], fields[19]
 
 
 def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
-    """Returns the rank after `rank` in the ring of `ranks`, or none if there is no other rank.
+    """Returns [the rank after `rank` in the ring of `ranks`], or [] if there is no other rank.
 
-    So each rank is watched by one other.
+    If each rank watches the next one, each is watched by exactly one other.
     """
     return sorted(set(ranks) - {rank}, key=lambda peer: (peer < rank, peer))[:1]
 
@@ -169,7 +171,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields a thread's frames, the innermost first."""
+    """Yields the frames of a thread's stack; `frame` is the innermost and comes first."""
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -185,7 +187,11 @@ def in_debugger(frame: FrameType | None) -> bool:
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
-    """Returns what a thread with this innermost frame waits for: other ranks, its GPU, or ""."""
+    """Returns what a thread with this innermost frame waits for: other ranks, its GPU, or "".
+
+    A thread waits for other ranks if it is inside torch.distributed or our own collectives. Frames
+    of other parts of torch may lie between, at most _MAX_WRAPPERS of them.
+    """
     for number, inner in enumerate(frames(frame)):
         name = _module(inner)
         if name.startswith(("torch.distributed.", *_COLLECTIVE_MODULES)):
@@ -198,7 +204,10 @@ def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """Returns file, line and function of the innermost frame in our code or the user's."""
+    """Returns file, line and function of the innermost frame in our code or the user's, or "".
+
+    Frames of libraries, and of our own modules of collectives, are skipped.
+    """
     library_paths = (
         "site-packages",
         f"{os.sep}lib{os.sep}python{sys.version_info.major}",
@@ -215,11 +224,11 @@ def innermost_line(frame: FrameType | None) -> str:
 def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
     """Returns the stacks of `threads` (as from sys._current_frames) as text.
 
-    The calling thread is left out.
+    The calling thread is left out. The main thread comes first.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
-    # The main thread first.
+    # False sorts before True.
     for thread in sorted(threads, key=lambda thread: thread != main_thread):
         if thread != threading.get_ident():
             stack = "".join(traceback.format_stack(threads[thread]))
@@ -228,16 +237,16 @@ def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
 
 
 def stacks_of_peer(process: RankProcess) -> str:
-    """Returns the stacks of a process whose Python does not run, or "".
+    """Returns the stacks of another rank of this machine, or "". Its Python need not run.
 
-    SIGUSR2 makes it write them: faulthandler's signal handler is plain C.
+    SIGUSR2 makes that process write its stacks: faulthandler's signal handler is plain C.
     """
     path = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}")
     deadline = time.monotonic() + _STACKS_S
     stacks = ""
     with suppress(OSError):
         os.kill(process.pid, signal.SIGUSR2)
-        # On a busy machine it writes late, and in pieces.
+        # On a busy machine it writes late, and in pieces: wait until the text stops growing.
         while time.monotonic() < deadline:
             time.sleep(0.2)
             previous = stacks
@@ -248,15 +257,16 @@ def stacks_of_peer(process: RankProcess) -> str:
 
 
 def flight_recorder() -> tuple[dict[str, int], str]:
-    """Returns the number of collectives enqueued by process group, and the last ones as text.
+    """Returns the number of enqueued collectives of each process group, and a text about them.
 
-    torch records them if TORCH_FR_BUFFER_SIZE is set.
+    The text also names the last collectives that have not finished. torch records collectives if
+    TORCH_FR_BUFFER_SIZE is set.
     """
     from torch._C import _distributed_c10d as c10d
 
     enqueued: dict[str, int] = {}
     pending = []
-    # gloo's and NCCL's. A build may lack either.
+    # The recorders of gloo and of NCCL. A build of torch may lack either.
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         # These functions are private and may change, but the report must be written.
         with suppress(Exception):
@@ -272,7 +282,10 @@ def flight_recorder() -> tuple[dict[str, int], str]:
 
 
 def seconds_left(max_time_s: float | None) -> float | None:
-    """Returns the time left to this job: of `max_time_s`, else of the Slurm job, else None."""
+    """Returns the seconds that are left to this job, or None if it has no known limit.
+
+    The limit is `max_time_s` since the launch if that is given, else the end of the Slurm job.
+    """
     if max_time_s is not None:
         return max_time_s - seconds_since_launch()
     end_time = os.environ.get("SLURM_JOB_END_TIME", "")
@@ -299,9 +312,9 @@ def seconds_left(max_time_s: float | None) -> float | None:
 
 
 def parse_time_left(text: str) -> int | None:
-    """Returns the seconds in squeue's %L, [[days-]hours:]minutes:seconds.
+    """Returns the seconds that squeue's %L gives as [[days-]hours:]minutes:seconds.
 
-    None for UNLIMITED, INVALID, NOT_SET and everything else.
+    Returns None for UNLIMITED, INVALID, NOT_SET and everything else.
     """
     match = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
     if match is None:
@@ -311,9 +324,9 @@ def parse_time_left(text: str) -> int | None:
 
 
 def seconds_since_launch() -> float:
-    """Returns the time since torchrun was started, else since this process was.
+    """Returns the seconds since torchrun was started, or this process if torchrun did not start it.
 
-    A restart of the ranks by torchrun gives the job no new time.
+    torchrun's own start counts because a restart of the ranks gives the job no more time.
     """
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     ticks = int(read_stat(pid)[1])

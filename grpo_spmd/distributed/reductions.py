@@ -1,8 +1,8 @@
-"""What ranks count for the metrics, and how the counts of several ranks are merged.
+"""Reductions: what each rank counts for the metrics, and how the counts of all ranks are merged.
 
-Each kind of reduction merges with its like. Fields may be torch scalars until `on_host`: a float()
-in each micro-batch would wait until the GPU has nothing left to do. They come to rank 0 as bytes,
-without losing a bit.
+A reduction merges with others of its class. Its fields may be torch scalars until `on_host` is
+called: a float() in each micro-batch would wait for the GPU every time. Reductions are sent to rank
+0 as bytes, without rounding.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Fields = tuple[Any, ...]  # the fields of one reduction
 
 @dataclass(frozen=True)
 class Reduction:
-    """Base class: fields of several ranks are added up, and the value is the only field."""
+    """The base class, whose merge adds up each field, and whose value is its only field."""
 
     @classmethod
     def merged(cls, rows: Sequence[Fields]) -> Self:
-        """Returns the merge of at least one row of fields.
+        """Returns one reduction made from `rows`, the fields of one or more reductions.
 
-        The rows are added one after the other, because the order shows in the last digit.
+        The rows are added in their order, because another order can change a sum's last digit.
         """
         return cls(*(reduce(operator.add, column) for column in zip(*rows, strict=True)))
 
     def merge(self, reduction: Self) -> Self:
+        """Returns the merge of this reduction and another one."""
         return self.merged([tuple(vars(self).values()), tuple(vars(reduction).values())])
 
     @property
@@ -44,7 +45,7 @@ class Reduction:
         return value
 
     def on_host(self) -> Self:
-        """Returns it with numbers in the place of tensors. Waits for the device."""
+        """Returns a copy with Python numbers in the place of tensors. Waits for the device."""
         values = vars(self).values()
         return type(self)(*(v.tolist() if isinstance(v, Tensor) else v for v in values))
 
@@ -56,6 +57,8 @@ class Sum(Reduction):
 
 @dataclass(frozen=True)
 class Mean(Reduction):
+    """Adds up values and their number; its value is the mean."""
+
     total: Number = 0.0
     count: Number = 0
 
@@ -63,13 +66,15 @@ class Mean(Reduction):
     def value(self) -> Any:
         """The mean; None if nothing was counted (all updates of a step were skipped, say).
 
-        0 would look measured.
+        It is not 0 then, because 0 would look like a measured value.
         """
         return self.total / self.count if self.count else None
 
 
 @dataclass(frozen=True)
 class Max(Reduction):
+    """Keeps the largest number."""
+
     largest: Number | None = None  # None: nothing was measured
 
     @classmethod
@@ -84,7 +89,9 @@ def _larger(number: Any, candidate: Any) -> Any:
 
 @dataclass(frozen=True)
 class Histogram(Reduction):
-    # One count a bin. All reductions that have any bins have equally many.
+    """Adds up counts bin by bin."""
+
+    # One count per bin. Histograms that are merged have equally many bins, or none.
     counts: Tensor | list[float] = field(default_factory=list)
 
     @classmethod
@@ -97,6 +104,8 @@ class Histogram(Reduction):
 
 @dataclass(frozen=True)
 class Ids(Reduction):
+    """Collects numbers, such as ids of rollouts."""
+
     ids: list[int] = field(default_factory=list)
 
     @classmethod
@@ -104,12 +113,12 @@ class Ids(Reduction):
         return cls([int(number) for (ids,) in rows for number in ids])
 
 
-Reductions = dict[str, Reduction]  # a name with "/" is the key of the metric
+Reductions = dict[str, Reduction]  # by name; a name with "/" is the name of a metric
 _KINDS = {kind.__name__: kind for kind in (Sum, Mean, Max, Histogram, Ids)}
 
 
 def merge(batches: Iterable[Reductions]) -> Reductions:
-    """Returns all reductions together, added up in their order; a missing name counts nothing."""
+    """Returns the reductions of all `batches`, merged by name. A batch may lack some names."""
     totals: Reductions = {}
     for reductions in batches:
         for name, reduction in reductions.items():
@@ -118,22 +127,22 @@ def merge(batches: Iterable[Reductions]) -> Reductions:
 
 
 def to_bytes(reductions: Reductions) -> bytes:
-    """Returns reductions, whose numbers are on the host, as bytes for rank 0."""
+    """Returns reductions as bytes for rank 0. Their numbers must be on the host (`on_host`)."""
     rows = [
         (name, type(reduction).__name__, *vars(reduction).values())
         for name, reduction in reductions.items()
     ]
-    # msgspec asks float() for numbers of numpy, which it does not know.
+    # msgspec does not know NumPy's numbers, and converts them by enc_hook.
     payload = msgspec.msgpack.encode(rows, enc_hook=float)
     # Most bins of a histogram are empty, and with thousands of ranks rank 0 receives megabytes.
     return zlib.compress(payload, level=1)
 
 
 def merge_bytes(payloads: Iterable[bytes]) -> Reductions:
-    """Returns the merge of what the ranks sent by `to_bytes`; `payloads` are in rank order.
+    """Returns the merged reductions of all ranks from what `to_bytes` returned on each.
 
-    Each name is merged once, over all its ranks: merging rank by rank takes rank 0 several times as
-    long. The order of ranks shows in the last digit of a sum.
+    Each name is merged once, over all ranks: merging rank by rank would take rank 0 several times
+    as long. `payloads` must be in rank order, because another order can change a sum's last digit.
     """
     kinds: dict[str, str] = {}
     rows: dict[str, list[Fields]] = {}
@@ -145,5 +154,5 @@ def merge_bytes(payloads: Iterable[bytes]) -> Reductions:
 
 
 def metric_values(reductions: Reductions) -> dict[str, float | None]:
-    """Returns the metrics' values; reductions whose name has no "/" are no metrics."""
+    """Returns the values of those reductions that are metrics: their names contain "/"."""
     return {name: reduction.value for name, reduction in reductions.items() if "/" in name}

@@ -1,4 +1,4 @@
-"""The session of a rank: it joins the process group, knows its rank and mesh, and leaves again."""
+"""The session of a rank: joins the process group, knows rank, device and mesh, and leaves again."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Session:
     local_rank: int
     device: torch.device
     mesh: DeviceMesh
-    """The policy is sharded over it: "shard", or "replicate" x "shard" (HSDP)."""
+    """The mesh for sharding the policy: "shard", or "replicate" x "shard" (HSDP)."""
     is_restart: bool = False
-    """torchrun started the ranks again after a failure. The same on all ranks."""
+    """Whether torchrun started the ranks again after a failure. The same on all ranks."""
     attempt: int = 1
-    """A number that no earlier start by this torchrun has had."""
+    """The number of this start of the ranks. No earlier start by the same torchrun had it."""
 
     @property
     def is_rank0(self) -> bool:
@@ -48,8 +48,8 @@ class Session:
 def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIMITS) -> Session:
     """Collective. Joins the process group that torchrun describes, else a group of this rank alone.
 
-    The doctor watches until `end_session`. Consecutive ranks share one of `num_replicas` copies of
-    the policy, which divide the number of ranks.
+    The doctor watches this rank from here on until `end_session`. `num_replicas`, the number of
+    copies of the policy, must divide the number of ranks; consecutive ranks share a copy.
     """
     if "RANK" not in os.environ:
         _set_single_rank()
@@ -63,7 +63,8 @@ def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIM
     if device.type == "cuda":
         torch.cuda.set_device(device)
     timeout = collective_timeout(watchdog)
-    # The store comes first: through it ranks join, and the doctor works while groups are created.
+    # The store is opened first: ranks join through it, and the doctor needs it to watch the
+    # creation of process groups.
     run_store, _, _ = next(iter(dist.rendezvous("env://", timeout=timeout)))
     run_store.set_timeout(timedelta(seconds=doctor.limit_s(watchdog, "start")))
     try:
@@ -77,7 +78,8 @@ def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIM
     store = dist.PrefixStore(f"grpo_spmd/{attempt}", run_store)
     open_store(store)
     doctor.start(dist.PrefixStore("doctor", store), rank, world_size, watchdog)
-    # From here on the doctor notices that torchrun is gone, and the ranks end in their own way.
+    # The kernel need no longer kill this rank when torchrun ends: from here on the doctor notices
+    # that, and ends the ranks with a report.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(0)
     refuse_unreachable(store, rank, world_size)
@@ -110,38 +112,47 @@ def _set_single_rank() -> None:
 def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
     """Collective. Returns the number of this attempt and whether there was an earlier one.
 
-    torchrun's agent keeps one store over all restarts. Without a number of its own an attempt would
-    read keys of an earlier one (addresses of dead processes). TORCHELASTIC_RESTART_COUNT is no such
-    number: a node that restarts because another one failed does not count it. So rank 0 draws a
-    number, and gives it to each rank that shows a sign which only this attempt can know.
+    An attempt is one start of all ranks. torchrun's agent keeps one store over all restarts, so
+    each attempt needs a number of its own for its keys: otherwise it would read those of an earlier
+    attempt (addresses of dead processes). TORCHELASTIC_RESTART_COUNT cannot be that number, because
+    a node that restarts only because another one failed does not count the restart. So rank 0 draws
+    the number and hands it to the other ranks.
+
+    Each other rank sets a new random token as "grpo_spmd/token/RANK", waits for rank 0's reply at
+    "grpo_spmd/joins/TOKEN", and deletes the reply. A deleted reply shows rank 0 that the rank has
+    read it. The store may still hold tokens of an earlier attempt. Rank 0 replies to these too, but
+    nobody deletes those replies. So rank 0 keeps reading the tokens until each rank has set its new
+    one and deleted the reply to it.
     """
     num_restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if rank != 0:
-        sign = uuid.uuid4().hex
-        store.set(f"grpo_spmd/sign/{rank}", f"{sign} {num_restarts}")
-        attempt, is_restart = json.loads(store.get(f"grpo_spmd/joins/{sign}"))  # waits for it
-        store.delete_key(f"grpo_spmd/joins/{sign}")
+        token = uuid.uuid4().hex
+        store.set(f"grpo_spmd/token/{rank}", f"{token} {num_restarts}")
+        # get() waits until the key is set.
+        attempt, is_restart = json.loads(store.get(f"grpo_spmd/joins/{token}"))
+        store.delete_key(f"grpo_spmd/joins/{token}")
         return int(attempt), bool(is_restart)
     attempt = store.add("grpo_spmd/attempts", 1)
 
-    def read_sign(peer: int) -> list[str]:
-        return store.get(f"grpo_spmd/sign/{peer}").decode().split()
+    def read_token(peer: int) -> list[str]:
+        """Returns the peer's token and its number of restarts, both as text."""
+        return store.get(f"grpo_spmd/token/{peer}").decode().split()
 
-    # First all signs, because rank 0's own node may not have counted the restart; then the answers.
-    # A sign of an earlier attempt is answered in vain until its rank has set a new one: only the
-    # owner of a sign deletes its answer.
-    waiting = {peer: read_sign(peer) for peer in range(1, world_size)}
+    # Every rank is asked for its number of restarts before any gets a reply, because rank 0's own
+    # node may not have counted the restart.
+    waiting = {peer: read_token(peer) for peer in range(1, world_size)}
     counts = [num_restarts, *(int(count) for _, count in waiting.values())]
     is_restart = attempt > 1 or max(counts) > 0
     reply = json.dumps([attempt, is_restart])
-    answered: dict[int, str] = {}
+    replied: dict[int, str] = {}
     while waiting:
         for peer in list(waiting):
-            sign = read_sign(peer)[0]
-            if answered.get(peer) != sign:
-                store.set(f"grpo_spmd/joins/{sign}", reply)
-                answered[peer] = sign
-            elif not store.check([f"grpo_spmd/joins/{sign}"]):
+            token = read_token(peer)[0]
+            if replied.get(peer) != token:
+                store.set(f"grpo_spmd/joins/{token}", reply)
+                replied[peer] = token
+            elif not store.check([f"grpo_spmd/joins/{token}"]):
+                # The peer has read the reply and deleted it.
                 del waiting[peer]
         time.sleep(0.01)
     return attempt, is_restart
@@ -150,25 +161,26 @@ def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
 def collective_timeout(watchdog: WatchdogConfig) -> timedelta:
     """Returns the timeout of process groups.
 
-    It is far beyond the limit of any phase: the doctor knows whom all wait for, and must be first.
+    It is far beyond the limit of any phase, so that the doctor, which knows for which rank all
+    wait, ends a hang before torch does.
     """
     limits_s = [watchdog.timeout_s, *map(float, watchdog.phase_timeouts_s.values())]
     return timedelta(seconds=max(_MIN_COLLECTIVE_TIMEOUT_S, 4 * max(limits_s)))
 
 
 def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
-    """Sets `collective_timeout` for all groups that exist.
+    """Sets `collective_timeout` for all process groups that exist.
 
-    Groups of vLLM and of meshes have torch's default, 10 minutes over NCCL.
+    Groups that vLLM and device meshes have created have torch's default, 10 minutes over NCCL.
     """
     for group in list(distributed_c10d._world.pg_map):
         distributed_c10d._set_pg_timeout(collective_timeout(watchdog), group)
 
 
 def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
-    """Collective. Returns all ranks as "shard", or as "replicate" x "shard".
+    """Collective. Returns the mesh of all ranks: "shard", or "replicate" x "shard" (HSDP).
 
-    Consecutive ranks hold one copy of the policy.
+    Consecutive ranks hold one copy of the policy, of which there are `num_replicas`.
     """
     sizes = {"replicate": num_replicas, "shard": dist.get_world_size() // num_replicas}
     if num_replicas == 1:
@@ -177,8 +189,9 @@ def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
 
 
 def engine_group(num_ranks: int) -> dist.ProcessGroup | None:
-    """Collective. Returns the `num_ranks` consecutive ranks that share this one's engine, over
-    gloo; None if the rank has its own engine."""
+    """Collective. Returns a gloo group of the ranks that share this rank's engine.
+
+    These are `num_ranks` consecutive ranks. Returns None if the rank has an engine of its own."""
     return dist.new_subgroups(num_ranks, backend="gloo")[0] if num_ranks > 1 else None
 
 

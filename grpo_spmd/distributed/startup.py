@@ -1,6 +1,6 @@
-"""What happens before a run's first log line: progress lines on the terminal, faster imports.
+"""Progress lines on the terminal until the first step ends, and faster imports.
 
-The progress lines are in no log file. Imports no torch.
+The progress lines go to no log file. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-# Three processes follow each other before the first log line, each with a first line of its own.
+# The first progress line comes early: up to three processes (grpo-spmd, torchrun, rank 0) run one
+# after the other before the first log line, and each begins to count anew.
 _FIRST_LINE_S = 3.0
 _LINE_EVERY_S = 7.0
 
 
 class _Heartbeat:
-    """Thread that prints a line when nothing else was printed for a while."""
+    """A thread that prints a progress line when nothing else was printed for a while."""
 
     is_on = False
     last_line = 0.0
@@ -34,7 +35,7 @@ class _Heartbeat:
         time_s = time.monotonic()
         if self.is_on and time_s - self.last_line >= _LINE_EVERY_S:
             self.last_line = time_s
-            with suppress(OSError, ValueError):  # whoever read it is gone
+            with suppress(OSError, ValueError):  # nobody reads stdout any more
                 text = f"{self._activity}{self.progress} ... {time_s - self._start:.0f} s"
                 print(text, flush=True)
 
@@ -48,7 +49,7 @@ _heartbeat = _Heartbeat()
 
 
 def begin(activity: str) -> None:
-    """From now on rank 0 prints from time to time what it is doing: "starting vLLM ... 20 s"."""
+    """Makes rank 0 print every few seconds what it is doing, such as "starting vLLM ... 20 s"."""
     if os.environ.get("RANK", "0") != "0":
         return
     _heartbeat.change(activity)
@@ -59,12 +60,12 @@ def begin(activity: str) -> None:
 
 
 def note(progress: str) -> None:
-    """Adds how far the activity has come to the next line."""
+    """Sets a text about how far the activity has come; the next progress lines show it."""
     _heartbeat.progress = progress
 
 
 def follow(line: str) -> None:
-    """Takes the activity from a log line that is shown; the line of the first step ends it."""
+    """Takes the activity from a printed log line; the first step's line ends the progress lines."""
     _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()
@@ -74,17 +75,18 @@ def follow(line: str) -> None:
 
 
 def end() -> None:
-    """Prints no more lines."""
+    """Ends the progress lines."""
     _heartbeat.is_on = False
 
 
 @contextmanager
 def garbage_collector_off() -> Iterator[None]:
-    """Turns Python's garbage collector off, and exempts all objects that exist at the end.
+    """Turns the garbage collector off in the block, and freezes the objects that exist at its end.
 
-    torch, transformers and vLLM create a million objects that stay. Collections that go through all
-    of them again and again are half of the import time, and each of vLLM's own collections takes as
-    long as importing torch.
+    Importing torch, transformers and vLLM creates a million objects that live until the process
+    ends. Half of the import time would be collections that visit them again and again. Later
+    collections skip frozen objects (gc.freeze); without that, each of the collections that vLLM
+    starts takes as long as importing torch.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -92,7 +94,7 @@ def garbage_collector_off() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
-        # Libraries report objects that are still exempt at the very end as leaks, at length.
+        # Otherwise some libraries report the frozen objects as leaks when the interpreter exits.
         atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()

@@ -1,6 +1,6 @@
 """Lists GPUs ("cards") by name, with their memory, arithmetic and bandwidth.
 
-The figures serve MFU and the planning of runs. Imports no torch.
+The figures are used for MFU and for planning runs. Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ class Card:
 
     name: str
     gib: float
-    """The memory that a process may see without a context, a little below the nominal figure."""
+    """The device's memory as torch reports it, a little below the nominal figure."""
     tflops: float
-    """Dense bfloat16 products with float32 sums, 1e12/s."""
+    """The peak of dense bfloat16 products with float32 sums, in TFLOP/s."""
     memory_gb_s: float
+    """The bandwidth of the device's memory."""
     link_gb_s: float
     """The bandwidth to the other GPUs of a node, in one direction."""
     host_gb_s: float = 25.0
@@ -51,15 +52,15 @@ CARDS = {
         Card("RTX4090-24GB", 23.6, 165, 1008, 25),
     )
 }
-# Models with the arithmetic of another one, which have slower links.
+# Models that have the same peak TFLOP/s as another one, and only slower links.
 _ALIKE = {"H800": "H100", "A800": "A100"}
 
 
 def find_device(device_name: str, gib: float | None = None) -> Card | None:
     """Returns the card of a device, or None if the table does not have it.
 
-    `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3". `gib` is its memory,
-    if it matters; it may differ by 15 %, because drivers reserve some.
+    `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3". If `gib` is given,
+    the card's memory must agree within 15 %, because drivers reserve some.
     """
     for card in CARDS.values():
         is_named = card.name.partition("-")[0] in device_name.replace(" ", "")
@@ -69,18 +70,21 @@ def find_device(device_name: str, gib: float | None = None) -> Card | None:
 
 
 def is_large_for_vllm(device_name: str, gib: float) -> bool:
-    """Returns True if vLLM's defaults are those of a large GPU: 16,384 tokens and 1,024 sequences
-    in a batch, not 8,192 and 256 (EngineArgs.get_batch_defaults, 0.26 to 0.33)."""
+    """Returns True if vLLM uses its defaults for large GPUs on this device.
+
+    These are 16,384 tokens and 1,024 sequences in a batch, in the place of 8,192 and 256
+    (EngineArgs.get_batch_defaults, 0.26 to 0.33)."""
     return gib >= 70 and "A100" not in device_name.upper()
 
 
 def max_num_seqs(
     device_name: str, gib: float, options: Mapping[str, Any], num_sequences: float
 ) -> int:
-    """Returns how many sequences vLLM runs at one time on a GPU.
+    """Returns vLLM's max_num_seqs for a GPU: the most sequences in one of its batches.
 
-    That is the one in its `options`, which are the user's. Else it is vLLM's default, or fewer if
-    an engine gets at most `num_sequences`: vLLM has tables of the vocabulary for all of them."""
+    `options` is the user's rollout.engine, which may set it. Otherwise it is vLLM's default,
+    lowered to the number of sequences that an engine can get at all, `num_sequences`, but not below
+    256: vLLM allocates tables of the vocabulary's size for each of them."""
     if options.get("max_num_seqs"):
         return int(options["max_num_seqs"])
     default = 1024 if is_large_for_vllm(device_name, gib) else 256
@@ -90,7 +94,7 @@ def max_num_seqs(
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Returns the peak TFLOP/s of a device; None if the table does not have the device."""
+    """Returns the peak TFLOP/s of a device, by the driver's name for it; None if it is unknown."""
     for model, equal_model in _ALIKE.items():
         device_name = device_name.replace(model, equal_model)
     card = find_device(device_name)
@@ -100,8 +104,9 @@ def peak_tflops(device_name: str) -> float | None:
 def find_card(text: str) -> Card:
     """Returns a card by its name or by its figures.
 
-    Names are "H100-80GB", "h200" and the like. Figures are written as in _CUSTOM; a fourth figure,
-    "450GB/s", is the link to other GPUs. Raises ConfigError for anything else.
+    Names are "H100-80GB", "h200" and the like. Figures are written as in _CUSTOM: memory,
+    arithmetic and bandwidth. A fourth figure, such as "450GB/s", is the bandwidth of the link to
+    other GPUs. Raises ConfigError for anything else.
     """
     plain = re.sub(r"[\s_]", "", text).lower()
     figures = _FIGURES.fullmatch(plain)
@@ -109,7 +114,7 @@ def find_card(text: str) -> Card:
         values = [float(figure) for figure in figures.groups("25")]
         if all(0 < value < 1e7 for value in values):
             return Card(text, *values)
-    # a model that is sold in two sizes needs the whole name
+    # "H100" alone is enough, unless the table has the model in two sizes
     fitting = [name for name in CARDS if name.lower().startswith(plain + "-")]
     fitting += [name for name in CARDS if name.lower() == plain]
     if len(fitting) == 1:

@@ -1,6 +1,7 @@
-"""Prints the run's start, a line for each step, and warnings about steps that teach nothing.
+"""Prints the run's start, a line for each step, and warnings about steps that look wrong.
 
-Lines of steps are columns of fixed width that fit the terminal, or 80 columns if there is none.
+The line of a step has columns of fixed width, chosen to fit the terminal, or 80 characters if there
+is none.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from grpo_spmd.distributed.exit import Terminal
 
 _log = logging.getLogger("grpo_spmd")
 _HEADER_EVERY_LINES = 20
-# The remaining steps are expected to take the mean time of so many last steps.
+# The time left is estimated from the mean time of this many last steps.
 _NUM_RECENT_STEPS = 20
-# In nats per token. At this entropy about one token in a thousand is not the likeliest one.
+# An entropy below this is warned of, in nats per token. At this entropy about one token in a
+# thousand is not the likeliest one.
 _MIN_ENTROPY = 0.01
+# From this fraction of completions without a reward on, a warning is shown.
 _MANY_UNSCORED = 0.1
 Metrics = Mapping[str, float | None]
 
@@ -40,7 +43,7 @@ def _duration(seconds: float) -> str:
 
 
 class _Column(NamedTuple):
-    """Describes one column of the lines of steps: its title, its width and its metric."""
+    """One column in the lines of steps: its title, its width, its metric and how to format it."""
 
     title: str
     width: int
@@ -49,7 +52,7 @@ class _Column(NamedTuple):
 
 
 _LOSS = _Column("loss", 9, "loss/total", lambda x: f"{x:+.4f}" if abs(x) < 100 else f"{x:+.1e}")
-# In the place of the loss, which says less of a run with a teacher or a critic.
+# Shown in the place of the loss if there is a teacher or a critic, since the loss then says less.
 _SIGNALS = (
     _Column("teacher", 9, "teacher/kl", "{:.4f}".format),
     _Column("critic", 9, "critic/explained_variance", "{:.2f}".format),
@@ -63,7 +66,7 @@ _COLUMNS = (
     _Column("cut", 5, "completion/truncated_frac", "{:.0%}".format),
     _LOSS,
     _Column("grad", 7, "optim/grad_norm", lambda x: f"{x:.3f}" if x < 100 else f"{x:.0e}"),
-    # in wide terminals only
+    # shown in wide terminals only
     _Column("entropy", 8, "loss/entropy", "{:.3f}".format),
     _Column("mismatch", 9, "weight_sync/mismatch_kl", "{:.0e}".format),
     _Column("time", 6, "time/step_s", _duration),
@@ -78,7 +81,7 @@ def banner(
     rewards: Sequence[RewardConfig],
     num_steps: int,
 ) -> Iterator[str]:
-    """Yields lines that describe the training, for the time before the models are loaded."""
+    """Yields lines that describe the training. They are printed before the models are loaded."""
     lora = f", LoRA of rank {model.lora.rank}" if model.lora.rank else ""
     yield f"model: {model.path}, {model.dtype}{lora}"
     yield f"data: {data.train}"
@@ -126,14 +129,14 @@ def log_to_file(path: Path) -> None:
 
 
 class Console:
-    """Makes the lines and the warnings for the steps of a run with `num_steps` steps."""
+    """Makes the lines and the warnings for the steps of a run that has `num_steps` steps."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
         self._num_lines = 0
         self._columns: list[_Column] = []
         self._step_width = len(f"step {num_steps}/{num_steps}")
-        # columns of the terminal that are free behind the fixed columns
+        # how many characters of the terminal's width are free after the fixed columns
         self._room = 0
         # the times when the last steps ended, on the monotonic clock
         self._ends: deque[float] = deque(maxlen=_NUM_RECENT_STEPS + 1)
@@ -168,7 +171,8 @@ class Console:
                 yield f"step {int(metrics['step'] or 0)}: {text}"
 
     def _header(self, metrics: Metrics) -> str:
-        # measured at each header: the user may have resized the terminal
+        """Returns the header, and chooses the columns of the lines under it."""
+        # measured at each header, since the user may have resized the terminal
         width = shutil.get_terminal_size((80, 24)).columns
         fixed_width = self._step_width + sum(column.width for column in _COLUMNS) + _LEFT_WIDTH
         self._room = width - fixed_width
@@ -185,8 +189,7 @@ class Console:
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
     def _details(self, metrics: Metrics) -> str:
-        """Returns further cells that fit into the terminal: each reward, then the slowest
-        phases."""
+        """Returns the cells for which there is still room: each reward, then the slowest phases."""
         rewards = {
             # "reward/NAME/mean" without its ends
             name[7:-5]: value
@@ -209,7 +212,7 @@ class Console:
 
 
 def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """Yields (kind, text) for each trouble that a step's metrics show."""
+    """Yields (kind, text) for each problem that a step's metrics show."""
     step = int(metrics["step"] or 0)
     dump = f"rollouts/step_{step:06d}.jsonl"
     has_critic = metrics.get("critic/loss") is not None
@@ -221,7 +224,7 @@ def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
             f"{critic_skipped:.0f} updates of the critic were given up: "
             "loss or gradient was not finite",
         )
-    # the policy makes no update while the critic warms up, and that is no trouble
+    # the policy makes no update while the critic warms up, and that is no problem
     is_warming_up = has_critic or critic_skipped > 0
     # with a teacher or a critic a group of equal rewards still gives a gradient
     has_signal = metrics.keys() & {"teacher/kl", "critic/loss"}

@@ -32,8 +32,8 @@ from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
 from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
-# Seconds that a report may take, and its niceness. Nobody waits for a report while the run goes on,
-# but the run waits for the last one.
+# The seconds that a report may take, and the niceness of its process. For the last report both are
+# lower, because the run waits for that one.
 _MAX_S, _LAST_MAX_S = 600.0, 45.0
 _NICE, _LAST_NICE = 19, 5
 _POLL_S = 0.1
@@ -47,7 +47,7 @@ _LIMITS = {
     resource.RLIMIT_FSIZE: MAX_FILE,
     resource.RLIMIT_CORE: 0,
 }
-# Variables of a GPU and of a debugger: a report has neither.
+# The beginnings of variables about GPUs, torchrun and debuggers, which a report does not get.
 _RUN_PREFIXES = (
     "NCCL_",
     "PET_",
@@ -58,7 +58,7 @@ _RUN_PREFIXES = (
     "PYTHONSTARTUP",
 )
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-# Seconds for all followers together: at the end of a run, and of one that was preempted.
+# How many seconds all followers together get at the end of a run, and if it was preempted.
 FINISH_S = 60.0
 STOPPED_S = 5.0
 
@@ -67,11 +67,12 @@ _open: weakref.WeakSet[Followers] = weakref.WeakSet()
 
 
 class ReportProcess:
-    """Runs a thread on rank 0 that starts a report every `every_steps` steps and at the end.
+    """Makes report.html every `every_steps` steps and at the end, in a thread on rank 0.
 
-    There are never two reports at once: steps that end while a report is made start no other. The
-    kernel kills the report's process when the thread ends, so also when the run is killed. A
-    failure costs a warning.
+    The thread starts a process for each report. There are never two at once: a step that ends while
+    a report is made starts no other one. The kernel kills the report's process when the thread
+    ends, so also when the run is killed. A failure is logged as a warning and does not stop the
+    run.
     """
 
     def __init__(self, run_dir: Path, every_steps: int, module: str = "grpo_spmd.report") -> None:
@@ -91,20 +92,22 @@ class ReportProcess:
             self._news.set()
 
     def end(self, has_ended: bool) -> None:
-        """Ends the report that is being made, since it lacks the last steps.
+        """Kills the report that is being made, since it lacks the last steps.
 
-        If the run `has_ended`, one more report is made.
+        If the run `has_ended` (was not preempted and did not fail), one last report is made.
         """
         self._makes_last = has_ended
         self._ended.set()
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the last report, or for the killed one to end. Call `end`
-        first."""
+        """Waits up to `timeout_s` for the last report, or a few seconds for the killed one to end.
+
+        Call `end` first."""
         self._thread.join(max(timeout_s, 0) + _KILLED_S)
 
     def _run(self) -> None:
+        """Makes a report whenever one is due, and the last one; the body of the thread."""
         try:
             while not self._ended.is_set():
                 self._news.wait()
@@ -130,12 +133,12 @@ class ReportProcess:
         if process.returncode is None:
             failure = f"it took more than {max_s:.0f} s"
             process.kill()
-            # a process that waits for a dead file server does not end when killed
+            # a process that waits for a dead file server does not end even when it is killed
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_KILLED_S)
             if not is_last and self._ended.is_set():
                 return
-        # one warning, until a report succeeds again
+        # warn only of the first of several failures in a row
         if process.returncode and not self._has_failed:
             _log.warning("report.html is not made (%s): see %s", failure, log)
         self._has_failed = process.returncode != 0
@@ -144,7 +147,7 @@ class ReportProcess:
         """Starts the process of one report, whose output goes to `log`."""
         log.parent.mkdir(exist_ok=True)
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
-        # the environment of the run without rank and GPU
+        # the environment of the run without what belongs to a rank or to GPUs
         env = {
             name: value
             for name, value in without_launch(os.environ).items()
@@ -162,21 +165,21 @@ class ReportProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,
-                # a group of its own: Ctrl-C at a terminal is for the run, which ends the report
+                # a process group of its own: Ctrl-C must reach only the run, which ends the report
                 process_group=0,
                 env=env,
             )
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
-    """Ties this process to the parent's thread, and lowers its priority and its limits."""
+    """Makes this process end with the thread that started it; lowers its priority and limits."""
     end_with_parent(signal.SIGKILL, parent_pid)
     os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # if memory is short, this process goes first and not the run
+        # if memory runs out, the kernel kills this process first and not the run
         file.write("1000")
     for kind, limit in _LIMITS.items():
-        # a lower limit of the machine stays; -1 is none
+        # keep a hard limit that is lower already; -1 means no limit
         if not 0 <= resource.getrlimit(kind)[1] < limit:
             resource.setrlimit(kind, (limit, limit))
 
@@ -207,7 +210,7 @@ class Followers:
 
 
 def finish_all() -> None:
-    """Ends the followers of every run in this process that failed; the process itself goes on."""
+    """Ends the followers of runs that failed in this process, if the process goes on after them."""
     for followers in list(_open):
         followers.finish(has_ended=False)
 
@@ -215,7 +218,7 @@ def finish_all() -> None:
 def open_followers(
     run_dir: Path, options: LoggingConfig, config: dict[str, Any]
 ) -> Followers | None:
-    """Returns the followers that the options ask for, or None if they ask for none.
+    """Starts and returns the followers that the options ask for; None if they ask for none.
 
     Trackers show `config` as the config of the run.
     """

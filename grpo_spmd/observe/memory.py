@@ -1,8 +1,8 @@
 """Measures time and memory of each phase of a step on this rank.
 
-The "ledger" keeps the figures of memory by phase. The "pool" is the memory of the engine (vLLM):
-its weights and KV cache. Torch's tensors do not show the engine's pool, NCCL's buffers or other
-processes, so every figure of memory is reported beside what the driver says.
+The "ledger" keeps the memory figures of each phase. The "pool" is the memory of the engine (vLLM):
+its weights and KV cache. torch's counters do not show the engine's pool, NCCL's buffers or other
+processes, so every figure of memory is reported beside the driver's.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _GIB = 2**30
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Holds figures of memory in bytes at one moment, for this rank's process if not said else.
+    """The memory in use at one moment, in bytes; of this rank's process, where nothing else is
+    said.
 
-    On a GPU torch counts the engine's sleep pool (weights, KV cache) even while the engine sleeps:
-    vLLM's allocator unmaps it without telling torch. The pool is left out of the first three
-    fields, and counted in `other` while it is mapped.
+    On a GPU torch counts the engine's pool (weights, KV cache) even while the engine sleeps,
+    because vLLM's allocator unmaps it without telling torch. So the pool is left out of the first
+    three fields, and counted in `other` while it is mapped.
     """
 
     peak: int
@@ -53,14 +54,14 @@ class MemoryUse:
 def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
     """Returns the memory in use now. Takes 0.1 ms on a CPU.
 
-    `pool_bytes` is RolloutEngine.pool_bytes.
+    `pool_bytes` is the size of the engine's pool (RolloutEngine.pool_bytes).
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats()
         free, total = torch.cuda.mem_get_info()
 
         def without_pool(name: str) -> int:
-            # not below 0: the pool is counted in whole segments, which its tensors need not fill
+            # not below 0: `pool_bytes` counts whole segments, which their tensors need not fill
             return max(0, int(stats.get(name, 0)) - pool_bytes)
 
         reserved = without_pool("reserved_bytes.all.current")
@@ -84,18 +85,18 @@ def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
 
 
 def reset_peak(device: torch.device) -> None:
-    """Makes `MemoryUse.peak` count from now on."""
+    """Resets `MemoryUse.peak` to what is in use now."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
-    # a container may forbid it: the peak is then that of the whole run so far
+    # a container may forbid this: then the peak is that of the whole run so far
     with suppress(OSError):
-        # on Linux 5 sets VmHWM back to the present size
+        # writing 5 there makes Linux set VmHWM back to the present size
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def total_bytes(device: torch.device) -> int:
-    """Returns the size of the device's memory; for a CPU that of the host."""
+    """Returns the size of the device's memory, or of the host's memory for a CPU."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -109,17 +110,17 @@ def _read_proc_bytes(path: str) -> dict[str, int]:
 
 @dataclass
 class MemoryLedger:
-    """Keeps the memory of each phase, for metrics and for messages of out-of-memory errors."""
+    """Keeps the memory figures of each phase, for metrics and for out-of-memory messages."""
 
     device: torch.device
     pool_bytes: Callable[[], int]
-    """It returns the size of the engine's pool, see MemoryUse."""
+    """Returns the present size of the engine's pool; see MemoryUse."""
     remedies: dict[str, list[str]]
     """Texts for each phase, the likeliest remedy first."""
 
     def __post_init__(self) -> None:
         self._step: dict[str, MemoryUse] = {}
-        # the figures of earlier steps, for phases that this step has not reached
+        # the last figures of each phase in earlier steps, for phases that this step has not reached
         self._earlier: dict[str, MemoryUse] = {}
         self.last_peak_gib = 0.0
         """The peak of the phase that ended last, in GiB."""
@@ -157,9 +158,10 @@ class MemoryLedger:
         self._step = {}
 
     def explain(self, name: str) -> str:
-        """Returns the ledger as a table, with the remedies for phase `name`.
+        """Returns the message for an out-of-memory error in phase `name`.
 
-        The last row has the figures of this moment.
+        It has a table of all phases' memory, whose last row is of this moment, and the remedies for
+        the phase.
         """
         use_now = measure(self.device, self.pool_bytes())
         rows = self._earlier | self._step | {f"{name}, when it failed": use_now}
@@ -207,7 +209,7 @@ class PhaseTimer:
             start = time.perf_counter()
             yield
             if self._device.type == "cuda":
-                # kernels are still running: without this their time would count in a later phase
+                # kernels may still be running: otherwise their time would count in a later phase
                 torch.cuda.synchronize()
             end = time.perf_counter()
             self._seconds[name] = self._seconds.get(name, 0.0) + end - start
@@ -255,9 +257,9 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Returns, for each phase, config keys that lower its peak of memory, the likeliest first.
+    """Returns, for each phase, changes of the config that lower its peak of memory.
 
-    Keys that are set already are left out.
+    The likeliest to help comes first. Switches that are on already are left out.
     """
     fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
     if training.micro_batch_tokens <= max_rollout_tokens:

@@ -1,6 +1,6 @@
 """Writes and reads files of JSON lines in a run folder, metrics.jsonl above all.
 
-A run folder may be somebody else's, half written, or on a disk that is full. Imports no torch.
+The run folder may be somebody else's, half written, or on a full disk. Imports no torch.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _BLOCK_BYTES = 1 << 16
 class LineFile:
     """Appends whole lines to a file.
 
-    Lines that a full disk refuses wait in memory for the next line: a run should not end for want
-    of a kilobyte while the space may come back. If it does not come back, the next checkpoint fails
-    and says so.
+    A line that a full disk refuses is kept in memory and written with the next one: a run should
+    not end for lack of a kilobyte, since the space may come back. If it does not come back, the
+    next checkpoint fails with an error.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,7 +43,7 @@ class LineFile:
         self._waiting: list[bytes] = []
 
     def write(self, line: str) -> None:
-        """Appends a line. Raises RuntimeError if somebody has removed the file."""
+        """Appends `line` and a line break. Raises RuntimeError if somebody has removed the file."""
         if not os.fstat(self._file.fileno()).st_nlink and not self._path.exists():
             raise RuntimeError(
                 f"{self._path} was removed while the run wrote it, and what it writes is lost; "
@@ -59,7 +59,7 @@ class LineFile:
         self._file.close()
 
     def _flush(self) -> None:
-        """Writes all waiting lines, or none of them if the disk refuses."""
+        """Writes all waiting lines, or none of them if the disk refuses some."""
         end = self._file.seek(0, os.SEEK_END)
         rest = b"".join(self._waiting)
         num_waiting = len(self._waiting)
@@ -79,7 +79,7 @@ class LineFile:
 
 
 class LinePosition(NamedTuple):
-    """Locates a line: its bytes are [start, end) of the unpacked file, with the line break."""
+    """The place of a line: bytes [start, end) of the unpacked file, including the line break."""
 
     path: Path
     start: int
@@ -87,7 +87,7 @@ class LinePosition(NamedTuple):
 
 
 class FileLine(NamedTuple):
-    """Holds a line of a file, without its line break, and where the line was."""
+    """A line of a file, without its line break, and its place in the file."""
 
     number: int
     """The number of the line, from 1 on."""
@@ -143,14 +143,14 @@ class JsonLine(NamedTuple):
     values: dict[str, Any]
     text: bytes
     end: int
-    """The byte of the file behind the line, where a follower reads on."""
+    """The byte after the line and its line break, from which a follower reads on."""
 
 
 def read_metrics(path: Path, start: int = 0) -> Iterator[JsonLine]:
     """Yields the lines of a metrics.jsonl from byte `start` on; nothing if there is no file.
 
-    Lines that are no metrics object are skipped: a kill may have cut the last line, or it is being
-    written.
+    Lines that are not objects with a step are skipped: the last line may be cut by a kill, or still
+    being written.
     """
     return read_objects(path, "step", start)
 
@@ -182,7 +182,7 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
     with open_regular(path) as file:
         position = file.seek(0, os.SEEK_END)
         rest = b""
-        # `rest` is the beginning of the block that was read last: the end of an unfinished line
+        # `rest` is the end of a line whose beginning is in a block that is not read yet
         while position:
             size = min(_BLOCK_BYTES, position)
             position = file.seek(position - size)
@@ -195,25 +195,25 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Returns whether a line is that of an evaluation, which measures the policy after its step.
+    """Returns whether a line is that of an evaluation, which measures the policy after a step.
 
-    Such a line follows the step's own line.
+    Such a line follows the step's own line and has the same step.
     """
     # the first name is "step"; an evaluation's other names begin with "eval/"
     return next(islice(metrics, 1, None), "").startswith("eval/")
 
 
 def ends_with_evaluation(path: Path, step: int) -> bool:
-    """Returns whether the last line of a metrics.jsonl is an evaluation after `step` or later."""
+    """Returns whether a metrics.jsonl ends with an evaluation after `step` or a later step."""
     newest = next(read_metrics_backwards(path), {"step": -1})
     return is_evaluation(newest) and newest["step"] >= step
 
 
 def cut_metrics(path: Path, num_steps: int) -> None:
-    """Keeps the whole lines up to that of step `num_steps`, and warns if one is missing.
+    """Cuts a metrics.jsonl back to its first `num_steps` steps, and warns if one is missing.
 
-    The evaluation after that step is removed: the run that goes on makes it again. Of a step that
-    is there twice, the last line is kept.
+    The evaluation after the last of them is removed too: the resumed run makes it again. Of a step
+    that is there twice, the last line is kept. Broken lines are removed.
     """
     if not os.path.lexists(path):
         return

@@ -1,4 +1,4 @@
-"""The record of one line in a rollout dump, and its way to JSON and back.
+"""The record in one line of a rollout dump, and how it is written as JSON and read back.
 
 A rollout of several turns (an episode) has four more fields: `status`, `turns`, `messages` and
 `environment`. The rollout buffer of a checkpoint stores episodes in the same form. Imports no
@@ -25,10 +25,10 @@ from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.records import FAILED_STATUSES, Completion, Episode, Prompt, Segment, Turn
 
 EPISODE_FIELDS = ("status", "turns", "messages", "environment")
-# Characters of one column's value, and of all columns of a row.
+# The most characters that are kept of one column's value, and of all columns of a row.
 MAX_VALUE_CHARS = 4_000
 MAX_ROW_CHARS = 16_000
-# Policies and tools can write JSON that is nested very deeply.
+# The deepest nesting that is kept: policies and tools can write JSON that is nested very deeply.
 _MAX_DEPTH = 64
 # The usual names of the column with the right answer, the most common name first.
 _GOLD_COLUMNS = (
@@ -43,7 +43,7 @@ _GOLD_COLUMNS = (
     "output",
 )
 
-# Whole numbers stay exact in a browser, which computes with doubles.
+# Numbers are bounded so that they stay exact in a browser, which computes with doubles.
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53 - 1)]
 _TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 _Finite = Annotated[float, msgspec.Meta(ge=-1e300, le=1e300)]
@@ -53,7 +53,7 @@ _ExactInt = Annotated[int, msgspec.Meta(ge=-(2**53), le=2**53)]
 
 @dataclass(frozen=True)
 class RolloutRecord:
-    """One rollout. The fields are written in this order."""
+    """One rollout. The fields are written to the line in this order."""
 
     rollout_id: _Count | None
     """slot * group_size + sample. None if dynamic sampling dropped the group or the step was
@@ -71,11 +71,11 @@ class RolloutRecord:
     completion: str
     """The text that the reward functions were given."""
     reward: float | None
-    """The weighted sum. None if it is unknown."""
+    """The weighted sum of the rewards. None if it is unknown."""
     rewards: dict[str, float | None]
-    """By name, before weighting. None if a reward does not apply or is unusable."""
+    """Each reward by its name, before weighting. None if it does not apply or is unusable."""
     statuses: dict[str, str]
-    """By name: "ok", "not_applicable", "error" or "timeout"."""
+    """By the reward's name: "ok", "not_applicable", "error" or "timeout"."""
     advantage: float | None
     """None if rollout_id is None."""
     finish_reason: str
@@ -83,10 +83,11 @@ class RolloutRecord:
     prompt_ids: list[_Count]
     completion_ids: list[_Count]
     rollout_logprobs: list[float]
-    """The engine's, one per completion token. The file has base64 of little-endian float32."""
+    """The engine's logprob of each completion token. The file has base64 of little-endian
+    float32."""
     num_rollouts: int | None = None
-    """Rollouts of the whole step, in all its files. None in earlier versions or in a refused
-    step."""
+    """How many rollouts the whole step had, over all its files. None if an earlier version wrote
+    the line or rank 0 refused the step."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What rewards logged for this rollout: {reward: {column: value}}."""
     status: str | None = None
@@ -100,7 +101,7 @@ class RolloutRecord:
 
 
 _ALL_FIELDS = tuple(RolloutRecord.__dataclass_fields__)
-# Fields that a line may lack, which an earlier version or a refused step wrote.
+# The values of fields that a line lacks because an earlier version or a refused step wrote it.
 _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("rollout_id", "reward", "advantage", "num_rollouts", "status")),
     **{name: {} for name in ("rewards", "statuses", "columns", "extra", "environment")},
@@ -128,8 +129,9 @@ class EvalRecord:
 
 
 def to_line(record: RolloutRecord | EvalRecord) -> bytes:
-    """Returns the record as one line of JSON, without a newline and without empty optional
-    fields."""
+    """Returns the record as one line of JSON, without a line break.
+
+    Optional fields that do not apply are left out."""
     values = dict(vars(record))
     if not record.extra:
         del values["extra"]
@@ -142,16 +144,17 @@ def to_line(record: RolloutRecord | EvalRecord) -> bytes:
     try:
         return msgspec.json.encode(values)
     except (ValueError, TypeError):
-        # msgspec refuses half a surrogate pair, which a prompt may hold, and keys that are not
-        # text. json writes both; backslashreplace turns the half pair into JSON's own escape.
+        # msgspec refuses keys that are not text, and half a surrogate pair, which a prompt may
+        # contain. json writes both; backslashreplace turns the half pair into JSON's own escape.
         text = json.dumps(values, ensure_ascii=False, separators=(",", ":"))
         return text.encode("utf-8", "backslashreplace")
 
 
 def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
-    """Returns the checked record of one line, also of earlier versions; unknown fields are skipped.
+    """Returns the record of one line, after checking it. Unknown fields are skipped.
 
-    Raises ConfigError, which begins with `line_name`.
+    Lines of earlier versions are read too. Raises ConfigError, whose message begins with
+    `line_name`.
     """
     values = msgspec.structs.asdict(parse_rollout_fields(line, line_name, _ALL_FIELDS))
     logprobs = values["rollout_logprobs"]
@@ -160,8 +163,8 @@ def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
             # ValueError if the bytes are no whole number of values
             floats = np.frombuffer(logprobs, "<f4")
         else:
-            # An earlier version's null becomes NaN: not finite. Its decimals name the float32 that
-            # is nearest to them.
+            # An earlier version wrote a list of decimals. The float32 values are those nearest to
+            # them; null, which stood for a value that is not finite, becomes NaN.
             floats = np.array(logprobs, np.float32)
         record = RolloutRecord(**values | {"rollout_logprobs": floats.tolist()})
         num_tokens = len(record.completion_ids)
@@ -175,10 +178,10 @@ def parse_rollout(line: bytes, line_name: str) -> RolloutRecord:
 
 
 def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -> Any:
-    """Returns an object with these fields of RolloutRecord alone, much faster.
+    """Returns an object with only these fields of RolloutRecord, faster than `parse_rollout`.
 
     Fields that the line lacks have their default. `rollout_logprobs` is bytes of float32, 4 per
-    token, or the list that earlier versions wrote. Raises ConfigError, which begins with
+    token, or the list that earlier versions wrote. Raises ConfigError, whose message begins with
     `line_name`.
     """
     decoder = _line_decoder(fields)
@@ -186,7 +189,7 @@ def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -
         try:
             return decoder.decode(line)
         except ValueError:
-            # json also reads half a surrogate pair, NaN and very large numbers
+            # unlike msgspec, json reads half a surrogate pair, NaN and very large numbers
             return msgspec.convert(json.loads(line), decoder.type)
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{line_name}: not valid JSON: {error}") from None
@@ -196,8 +199,9 @@ def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -
 
 @lru_cache(maxsize=16)
 def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
-    """Returns a decoder into a struct of these fields; it skips the others without making objects
-    of them."""
+    """Returns a decoder of lines into a struct that has only these fields.
+
+    It skips the other fields without creating objects for them."""
     hints = typing.get_type_hints(RolloutRecord, include_extras=True)
     hints["rollout_logprobs"] = bytes | list[float | None]
     members = [(name, hints[name], _DEFAULTS.get(name, msgspec.NODEFAULT)) for name in fields]
@@ -230,10 +234,10 @@ class _EpisodeFields(msgspec.Struct):
 
 
 def episode_fields(episode: Episode) -> dict[str, Any]:
-    """Returns the episode as JSON values.
+    """Returns the episode as JSON values, under the names in EPISODE_FIELDS.
 
-    `turns` has the tokens of all segments in order, cut wherever sampled tokens follow given tokens
-    or the reverse, and at the end of each sampled turn.
+    `turns` has the tokens of all segments in order. It is split wherever sampled tokens follow
+    given ones or the reverse, and at the end of each sampled turn.
     """
     turns = list[dict[str, Any]]()
     waiting = deque(episode.turns)
@@ -244,14 +248,14 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             if not sampled[0]:
                 turns.append({"segment": number, "sampled": False, "token_ids": ids.tolist()})
                 continue
-            # one stretch can hold several turns without a given token between them
+            # sampled tokens in a row can be several turns, with no given token between them
             while len(ids):
                 turns.append(_turn_fields(number, waiting[0], ids.tolist()))
                 ids = ids[waiting.popleft().num_tokens :]
     tools = {}
     if episode.num_tool_calls is not None:
         tools = {name: vars(episode)[name] for name in ("num_tool_calls", "num_tool_errors")}
-    # turns without a token come last
+    # turns that have no tokens come last
     last_segment = max(0, len(episode.segments) - 1)
     turns += [_turn_fields(last_segment, turn, []) for turn in waiting]
     return {
@@ -268,14 +272,15 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
 
 
 def dumped_prompt(prompt: Prompt, completion: Completion) -> str | list[Any]:
-    """Returns what the policy had before a completion. An episode's is made plain JSON."""
+    """Returns what the policy had before a completion; for an episode, converted to plain JSON."""
     before = prompt.text_before(completion)
     return before if before is prompt.text else _as_json_value(before)
 
 
 def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
-    """Returns `episode_fields` with everything that policies, tools and environments wrote as plain
-    JSON."""
+    """Returns `episode_fields` with messages and environment converted to plain JSON.
+
+    Policies, tools and environments wrote these, and they may contain anything."""
     fields = episode_fields(episode)
     return fields | {name: _as_json_value(fields[name]) for name in ("messages", "environment")}
 
@@ -293,11 +298,13 @@ def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, An
 
 
 def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Episode:
-    """Returns the episode of `episode_fields`. Raises ValueError if it cannot be one with these
-    sampled tokens."""
+    """Returns the episode from the fields that `episode_fields` returned, after checking them.
+
+    Raises ValueError if they describe no possible episode whose sampled tokens are
+    `completion_ids`."""
     names = (*EPISODE_FIELDS, "prompt")
     values = msgspec.convert({name: fields.get(name) for name in names}, _EpisodeFields)
-    # An episode that failed had no first turn; its line shows the row's prompt.
+    # An episode that failed had no first turn: the prompt in its line is that of the data row.
     opening = [] if values.status in FAILED_STATUSES else values.prompt or []
     if isinstance(opening, str):
         opening = [{"role": "user", "content": opening}]
@@ -322,6 +329,7 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
 
 
 def _read_segments(turns: Sequence[_TurnFields]) -> tuple[Segment, ...]:
+    """Returns the segments, each made from the tokens of its turns. Raises ValueError."""
     stretches = list[list[_TurnFields]]()
     for turn in turns:
         if turn.segment == len(stretches):
@@ -342,6 +350,7 @@ def _read_segments(turns: Sequence[_TurnFields]) -> tuple[Segment, ...]:
 
 
 def _read_turns(turns: Sequence[_TurnFields]) -> tuple[Turn, ...]:
+    """Returns the sampled turns. Raises ValueError for fields that do not fit together."""
     sampled = []
     for turn in turns:
         if turn.sampled and turn.finish_reason is not None:
@@ -354,7 +363,7 @@ def _read_turns(turns: Sequence[_TurnFields]) -> tuple[Turn, ...]:
 
 
 def is_shallow(value: Any) -> bool:
-    """Whether JSON is nested at most 64 deep, so that recursive functions can walk it."""
+    """Returns whether JSON is nested at most 64 deep, so that recursive functions can walk it."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         level = [inner for outer in level if isinstance(outer, dict | list)
@@ -365,8 +374,7 @@ def is_shallow(value: Any) -> bool:
 
 
 def _as_json_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Returns `value` as JSON can hold it: other types become text, deeper nesting becomes
-    "..."."""
+    """Returns `value` as JSON can hold it: other types become text, too deep nesting "..."."""
     if isinstance(value, dict | list | tuple) and depth == 1:
         return "..."
     if isinstance(value, dict):
@@ -382,8 +390,8 @@ def bounded_values(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a data row's columns as JSON values of bounded size.
 
     A value that JSON cannot hold (a date, bytes, NaN) becomes text. A value of more than
-    MAX_VALUE_CHARS characters, and what lies beyond MAX_ROW_CHARS in a row, becomes a cut text that
-    says how long it was.
+    MAX_VALUE_CHARS characters, and every value beyond the first MAX_ROW_CHARS of a row, becomes a
+    shortened text that says how long it was.
     """
     bounded: dict[str, Any] = {}
     room = MAX_ROW_CHARS
@@ -399,15 +407,17 @@ def bounded_values(columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gold_answer(columns: Mapping[str, Any]) -> str:
-    """Returns "name=value" of the column that most likely holds the right answer, else of the first
-    column."""
+    """Returns "name=value" of the column that most likely has the right answer.
+
+    If no column has one of the usual names, it is the first one; "" if there are no columns."""
     names = [name for name in (*_GOLD_COLUMNS, *columns) if name in columns]
     return f"{names[0]}={cut_middle(_to_text(columns[names[0]])[0])!r}" if names else ""
 
 
 def _to_text(value: Any) -> tuple[str, bool]:
-    """Returns a text unchanged and anything else as JSON, and whether JSON can hold `value`; else
-    str()."""
+    """Returns `value` as text, and whether JSON can hold it.
+
+    Text stays unchanged. Other values become JSON, or str(value) if JSON cannot hold them."""
     if isinstance(value, str):
         return value, True
     try:

@@ -1,7 +1,7 @@
 """Writes dumps of rollouts and token scores: one file per node, written by all its ranks.
 
-Dumps are for people: a full disk costs the files that it hits, and a warning. No rank sends its
-rollouts to another.
+The run itself does not need dumps: if the disk is full, files are missing, a warning is logged, and
+the run goes on. No rank sends its rollouts to another.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class RolloutDump:
     writer: RolloutWriter
     every_steps: int
     score_writer: RolloutWriter | None = None
-    """It writes the scores of a dump's tokens beside the dump."""
+    """Writes the scores of a dump's tokens, beside the dump; None if they are not wanted."""
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
         """Collective. Writes the dump if the step has one."""
@@ -66,9 +66,9 @@ class RolloutDump:
             self._write(step, sampled, decision)
 
     def keep_scores_if_due(self, step: int) -> KeptScores | None:
-        """Returns an object that takes the logprobs and entropies of the step's tokens.
+        """Returns an object that collects the logprobs and entropies of the step's tokens.
 
-        Returns None if this step's are not written.
+        Returns None if those of this step are not written.
         """
         if self.score_writer is None or not self._is_due(step):
             return None
@@ -88,7 +88,8 @@ class RolloutDump:
         no dump.
         """
         if scores is not None and self.score_writer is not None:
-            # One update has scored each token once, with the weights that the scores are of.
+            # If there was one update, it has scored each token once, with the same weights as the
+            # scores: then its own sum must be that of the scores.
             names = ("optim/updates", "optim/skipped_updates")
             counts = [sums[name].value for name in names if name in sums]
             squares = sums["tilt_squares"].value if counts == [1, 0] else None
@@ -98,8 +99,9 @@ class RolloutDump:
 
     @contextmanager
     def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
-        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards, to show what was
-        wrong."""
+        """Collective. Dumps the rollouts if rank 0 refuses the step's rewards in the block.
+
+        The dump shows what was wrong with them."""
         try:
             yield
         except Rank0Error:  # raised on all ranks alike
@@ -121,7 +123,7 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
     """Yields this rank's rollouts of a step in the order in which they were sampled."""
     scored = sampled.scored
     slots = decision.slots if decision is not None else {}
-    # counts this rank's rollouts: `scored` has its lists in this order
+    # the index of the rollout on this rank, and so in the lists of `scored`
     number = -1
     for group in sampled.groups:
         prompt = group.prompt
@@ -161,8 +163,8 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
 class RolloutWriter:
     """Writes the files of one folder of a run: rollouts/, or token_scores/ beside it.
 
-    Replacing or removing a file of rollouts/ removes the file of the same name in token_scores/:
-    those scores belong to another attempt at the step.
+    If a file of rollouts/ is replaced or removed, the file of the same name in token_scores/ is
+    removed too: its scores are those of the earlier rollouts.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class RolloutWriter:
     ) -> None:
         self._folder = run_dir / folder
         self._session = session
-        # the folders whose files go with those of this one
+        # where files are removed together with those of this folder
         self._folders = {self._folder, run_dir / "token_scores"}
         self._is_packed = options.rollouts_compression == "gzip"
         self._keep = options.rollouts_keep
@@ -186,8 +188,8 @@ class RolloutWriter:
     def write_step(self, step: int, lines: Iterable[bytes]) -> None:
         """Collective. Writes the dump of `step` and keeps the newest `logging.rollouts_keep` dumps.
 
-        A run that goes on needs no dump. Files of later steps, which it will do again, stay until
-        then.
+        A resumed run needs no dumps. Those of later steps, which an earlier launch has left, stay
+        until the run makes these steps again.
         """
         self.write(step_stem(step), lines)
         if self._keep is None or not self._is_first_in_node:
@@ -197,11 +199,11 @@ class RolloutWriter:
         self._remove([step_stem(number) for number in earlier[: -self._keep]])
 
     def write(self, stem: str, lines: Iterable[bytes]) -> None:
-        """Collective. Puts all ranks' lines into the files of `stem`, rank by rank.
+        """Collective. Writes all ranks' lines, in the order of ranks, to one file for each node.
 
-        Each file is written whole or not at all, and replaces an earlier one: the step may have run
-        before. A rank holds its own encoded lines and nothing of the others. A disk that fails
-        raises nothing.
+        A file is written whole or not at all. It replaces an earlier one, since the step may have
+        run before. Each rank encodes and holds only its own lines. An error of the disk is logged
+        and not raised.
         """
         if not self._nodes:
             self._find_nodes()
@@ -209,7 +211,7 @@ class RolloutWriter:
         temporary = path.with_name(path.name + ".tmp")
         chunks = _pack(lines) if self._is_packed else [line + b"\n" for line in lines]
         error = _error_number(_make_room, temporary) if self._is_first_in_node else 0
-        # After this collective the folder is there, and no old temporary file.
+        # After this collective the folder exists, and no old temporary file.
         sizes = all_gather_numbers(sum(map(len, chunks)))
         if not error and (chunks or self._is_first_in_node):
             offset = sum(sizes[self._nodes[self._node].start : self._session.rank])
@@ -220,17 +222,17 @@ class RolloutWriter:
             self._finish(stem, temporary, errors)
 
     def _finish(self, stem: str, temporary: Path, errors: Sequence[int]) -> None:
-        """Gives the node's file its name if no rank of the node failed.
+        """Renames the node's temporary file to its final name if no rank of the node has failed.
 
-        Earlier files of `stem` are removed: they may be packed, or of another number of nodes,
-        and say something else.
+        Earlier files of `stem` are removed, because not all of them would be replaced: one may be
+        packed, or of a node that the run no longer has.
         """
         failed = [rank for rank, error in enumerate(errors) if error]
         if failed and self._session.rank == 0:
             path = self._path(stem, self._node_of(failed[0]))
             reason = os.strerror(errors[failed[0]])
             _log.warning("%s is not written: %s (on rank %d)", path, reason, failed[0])
-        # All goes first: a kill in between must not leave scores beside another attempt's rollouts.
+        # Remove before renaming: a kill in between must not leave old scores beside new rollouts.
         self._remove([stem])
         if any(rank in self._nodes[self._node] for rank in failed):
             _unlink([temporary])
@@ -239,7 +241,7 @@ class RolloutWriter:
             error = _error_number(temporary.replace, path)
             if error:
                 _log.warning("%s is not written: %s", path, os.strerror(error))
-        # what killed processes had begun, but nothing that another node may be writing now
+        # remove what killed processes had begun, but nothing that another node may be writing now
         _unlink(
             path
             for _, node, path in list_dumps(self._folder, ".tmp")
@@ -264,11 +266,11 @@ class RolloutWriter:
     def _find_nodes(self) -> None:
         """Collective. Finds the ranks of each node.
 
-        A node here is a stretch of consecutive ranks of one host and one launcher: what they write
-        into a file meets in one kernel.
+        A node here is a range of consecutive ranks on one host, started by one launcher. They write
+        through one kernel, so each can write its part of the same file.
         """
         digest = hashlib.blake2b(host_identity().encode(), digest_size=7).digest()
-        # the lowest bit marks the first rank of a launcher
+        # a number that is equal on one host; its lowest bit marks the first rank of a launcher
         hosts = all_gather_numbers(
             2 * int.from_bytes(digest, "big") + (self._session.local_rank == 0)
         )
@@ -282,17 +284,17 @@ class RolloutWriter:
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
-    """Writes tokenizer.json, so that token ids can be shown where the model is not.
+    """Writes tokenizer.json, so that token ids can be shown on machines that lack the model.
 
-    Only a fast tokenizer of transformers has one. A file that is already there stays; a disk that
-    fails raises nothing.
+    Only fast tokenizers of transformers have such a file. If the file exists with this content, it
+    is not written again. An error of the disk is logged and not raised.
     """
     if not getattr(tokenizer, "is_fast", False):
         return
     path = run_dir / "tokenizer.json"
     content = tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
     try:
-        # a link or a fifo is replaced, and what it leads to stays
+        # a link or a fifo is not read but replaced; what a link points to stays as it is
         with suppress(UntrustedError, FileNotFoundError), open_regular(path) as file:
             if file.read() == content:
                 return
@@ -302,10 +304,10 @@ def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
 
 
 def _pack(lines: Iterable[bytes]) -> list[bytes]:
-    """Returns one member of a gzip file.
+    """Returns the lines packed as one member of a gzip file, in pieces.
 
-    It has no time in it, so a step that is run again gives the same bytes.
-    Members one after the other are a gzip file too, so each rank packs its own.
+    Members one after the other are a gzip file too, so each rank packs its own lines. The member
+    contains no time, so a step that is run again gives the same bytes.
     """
     packer = zlib.compressobj(_GZIP_LEVEL, wbits=16 + zlib.MAX_WBITS)
     pieces = [packer.compress(line + b"\n") for line in lines]
@@ -314,7 +316,7 @@ def _pack(lines: Iterable[bytes]) -> list[bytes]:
 
 def _make_room(temporary: Path) -> None:
     temporary.parent.mkdir(exist_ok=True)
-    # a killed process may have left one that is longer than what comes now
+    # a killed process may have left a longer file, whose end would remain
     temporary.unlink(missing_ok=True)
 
 
@@ -325,7 +327,8 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:
-    # Whichever rank comes first creates the file. A link or a fifo of that name is not followed.
+    # The rank that comes first creates the file. O_NOFOLLOW and O_NONBLOCK: a link or a fifo of
+    # that name gives an error.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags, 0o666), "wb", _BUFFER_BYTES) as file:
         file.seek(offset)
@@ -333,7 +336,7 @@ def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:
 
 
 def _error_number(act: Callable[..., object], *arguments: object) -> int:
-    """Returns the error number of what the disk refused; 0 if it refused nothing."""
+    """Calls `act` and returns the errno of the OSError that it raises, or 0 if it raises none."""
     try:
         act(*arguments)
     except OSError as error:

@@ -1,7 +1,7 @@
 """Reads a run folder: metrics, rollouts, token scores, timeline, launches.
 
-The folder that a command opens may be somebody else's: links, fifos, huge lines and broken JSON
-each cost one line of a message and never a traceback. Imports no torch.
+The folder that a command opens may be somebody else's: links, fifos, huge lines and broken JSON are
+each reported in one line, never by a traceback. Imports no torch.
 
 A dump is a file in rollouts/ with the rollouts of one step that one node (machine) sampled. For
 step 12 the first node writes rollouts/step_000012.jsonl and the second one
@@ -42,13 +42,13 @@ from grpo_spmd.observe.timeline import Timeline, read_timeline
 from grpo_spmd.observe.token_scores import TokenScores, parse_scores
 
 PLAIN, PACKED = ".jsonl", ".jsonl.gz"
-# A dump's name is STEM.node_N.jsonl; the groups are stem and node.
+# A dump's name is STEM.jsonl or STEM.node_N.jsonl; the groups are stem and node.
 _FILE_NAME = re.compile(r"(.+?)(?:\.node_([1-9]\d{0,8}))?\.jsonl(?:\.gz)?")
-# After so many broken lines a file is given up.
+# A file with more broken lines than this is not read any further.
 _MAX_BROKEN = 1000
-# An unpacked file of at most so many bytes stays in memory.
+# A packed file of at most this many bytes, unpacked, is kept in memory.
 _HELD_BYTES = 1 << 25
-# A LineStore keeps so many files open.
+# A LineStore keeps at most this many files open.
 _MAX_OPEN = 64
 T = TypeVar("T")
 
@@ -89,8 +89,9 @@ def dump_path(run_dir: Path, step: int) -> Path:
 
 
 def _change_time(path: Path) -> int:
-    """Returns the time by which the newest file is chosen: a kill can leave a dump both plain and
-    packed."""
+    """Returns when a file was changed, -1 if there is none.
+
+    A kill can leave a dump both plain and packed. Then the newer file counts."""
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return -1
@@ -98,12 +99,12 @@ def _change_time(path: Path) -> int:
 
 @dataclass
 class ReadErrors:
-    """Counts the lines and files that could not be read, and keeps the first message."""
+    """Counts the lines and files that could not be read, and keeps the first error message."""
 
     num: int = 0
     first: str = ""
     num_missing: int = 0
-    """Rollouts that a step had and its files lack, as each line records their number."""
+    """How many rollouts the files lack, since each line tells how many its step had."""
 
     def add(self, message: str) -> None:
         self.num += 1
@@ -116,8 +117,8 @@ class RunFolder:
 
     The lists of files are read once: make a new RunFolder to see new files.
 
-    Readers take `errors`: with it, what cannot be read is counted there and skipped; without it,
-    the first such line or file raises ConfigError.
+    Methods that read files take `errors`. If it is given, what cannot be read is counted there and
+    skipped. Otherwise the first such line or file raises ConfigError.
     """
 
     path: Path
@@ -138,6 +139,7 @@ class RunFolder:
         return list(self.rollout_files)
 
     def _dumped_files(self, folder: str) -> dict[int, dict[int, Path]]:
+        """Returns the newest file of each step and node in `folder`."""
         files: dict[int, dict[int, Path]] = {}
         for stem, node, path in list_dumps(self.path / folder):
             step = step_of_stem(stem)
@@ -167,8 +169,8 @@ class RunFolder:
     ) -> Iterator[tuple[FileLine, RolloutRecord]]:
         """Yields pairs of a line and its rollout, in the order of the files.
 
-        With `fields`, some names of RolloutRecord's fields, each object has these alone; that is
-        much faster, and fields are not checked against each other (`parse_rollout_fields`).
+        If `fields` names some fields of RolloutRecord, each object has only these; that is much
+        faster, but the fields are not checked against each other (`parse_rollout_fields`).
         `is_wanted` tells from a raw line whether to parse it.
         """
 
@@ -199,15 +201,15 @@ class RunFolder:
     def complete_rollouts(self, step: int) -> list[RolloutRecord]:
         """Returns all rollouts of a step in the order of the prompt stream.
 
-        Raises ConfigError, which names the file and the line or the rollouts, if the dump is
-        missing, broken, incomplete or mixed from several runs.
+        Raises ConfigError if the dump is missing, broken, incomplete or mixed from several runs.
+        The error names the file, and in it the broken line or the missing rollouts.
         """
         files = self.rollout_files.get(step)
         if not files:
             raise ConfigError(
                 f"{dump_path(self.path, step)}: No such file or directory; there are dumps of the "
                 f"steps {reprlib.repr(self.dumped_steps)} "
-                "(logging.rollouts_every_steps, rollouts_keep)"
+                "(logging.rollouts_every_steps and rollouts_keep decide which)"
             )
         records = [record for _, record in self.rollouts(step)]
         records.sort(key=lambda record: (record.position, record.sample))
@@ -224,7 +226,7 @@ def _parse_files(
     *,
     follow: bool = False,
 ) -> Iterator[tuple[FileLine, T]]:
-    """Yields each line of the files with its parsed value; see RunFolder for `errors`.
+    """Yields each line of the files with its parsed value. `errors` is as in RunFolder.
 
     `follow` allows symbolic links in the place of files.
     """
@@ -246,7 +248,7 @@ def _parse_files(
         except ConfigError as error:
             if errors is None:
                 raise
-            # a run that goes on may have removed the file meanwhile (logging.rollouts_keep)
+            # a run that is still going may have removed the file meanwhile (logging.rollouts_keep)
             if os.path.lexists(path):
                 errors.add(str(error))
 
@@ -254,8 +256,8 @@ def _parse_files(
 def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
     """Raises ConfigError if rollouts are missing, or there twice.
 
-    Lines have the step's number of rollouts and their ids, which have no gap. Dumps of earlier
-    versions have the ids alone; those of a step that rank 0 refused have neither.
+    A line has its rollout's id and the step's number of rollouts; the ids of a step have no gaps.
+    Dumps of earlier versions have only the ids. Dumps of a step that rank 0 refused have neither.
     """
     numbers = {(record.position, record.sample) for record in records}
     ids = [record.rollout_id for record in records if record.rollout_id is not None]
@@ -268,12 +270,12 @@ def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
             "is one of these files of another run?"
         )
     num_ids = max(ids, default=-1) + 1
-    # every rollout has an id, so dynamic sampling dropped none
+    # if every rollout has an id, dynamic sampling dropped none, and there are `size` ids
     if len(ids) == len(records):
         num_ids = max(num_ids, size)
     num_missing = max(size - len(records), num_ids - len(ids))
     if num_missing:
-        # an id can be as large as a hostile line says: look at a few more than there are lines
+        # a hostile line can have a huge id: look only at a few more ids than there are lines
         missing_ids = sorted(set(range(min(num_ids, len(ids) + 10))).difference(ids))
         raise ConfigError(
             f"{name}: {num_missing} rollouts are missing, among them the ids "
@@ -283,10 +285,10 @@ def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
 
 
 class LineStore:
-    """Reads lines again by their position, after a scan of a step found which are worth showing.
+    """Reads single lines again by their position, for instance those that a scan chose to show.
 
-    Small files stay in memory. A large packed file is unpacked again up to the line: read its lines
-    in order.
+    Small packed files stay in memory. A large packed file is unpacked again up to the line, so read
+    its lines in order.
     """
 
     def __init__(self) -> None:
@@ -310,6 +312,7 @@ class LineStore:
         self._files.clear()
 
     def _open(self, path: Path) -> IO[bytes]:
+        """Opens a file for reading; a small packed one is read into memory."""
         file = open_lines(path, follow=True)
         if path.suffix == ".gz":
             # a packed file cannot be read from its middle, so a small one is kept unpacked
@@ -318,6 +321,6 @@ class LineStore:
                 if len(content) <= _HELD_BYTES:
                     file.close()
                     return io.BytesIO(content)
-            # of a damaged file the lines before the damage can be read
+            # of a damaged file, the lines before the damage can still be read
             file.seek(0)
         return file

@@ -1,9 +1,9 @@
 """Writes and reads timeline.jsonl, which tells when each rank was in which phase of a step.
 
-A span is one stay of a rank in a phase (config.schema.PHASES lists the phases). A line of the file
-is one step: {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] belong to ranks[i].
-A resumed run appends to the file, so that a step may be in it twice: then the last line counts.
-Imports no torch.
+A span is the time from entering a phase to leaving it (config.schema.PHASES lists the phases). A
+line of the file is one step: {"step", "unix_s", "world_size", "ranks", "spans"}; spans[i] are those
+of ranks[i]. A resumed run appends to the file, so a step may be in it twice: then the last line
+counts. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,32 +28,33 @@ from grpo_spmd.observe.metrics_file import LineFile, read_lines
 
 _log = logging.getLogger("grpo_spmd")
 _NAME = "timeline.jsonl"
-# Ranks in a line, and spans that a rank sends for a step: a line has at most 0.3 MB.
+# The most ranks in a line, and the most spans that a rank sends: so a line has at most 0.3 MB.
 _MAX_RANKS = 64
 _MAX_SPANS = 64
 # The step of a raw line, so that lines of other steps need not be parsed.
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
-# What ranks send of a span: index in PHASES, start ms, end ms, peak MiB, busy ms.
+# Ranks send a span as five integers: index in PHASES, start ms, end ms, peak MiB, busy ms. These
+# are the factors from a Span's units (s, GiB).
 _UNITS = (1, 1000, 1000, 1024, 1000)
 _SpanNumbers = npt.NDArray[np.int32]
 """[spans, 5] as ranks send them, in _UNITS; -1 for None."""
 
 
 class Span(NamedTuple):
-    """Holds one stay of a rank in a phase, in seconds since the step began on the rank."""
+    """One stay of a rank in a phase; times are in seconds since the step began on this rank."""
 
     phase: str
     start_s: float
     end_s: float
     peak_gib: float | None
-    """The peak of memory, as memory/PHASE/peak_gib in the metrics."""
+    """The peak of memory, the same as memory/PHASE/peak_gib in the metrics."""
     busy_s: float | None
-    """How long this rank's engine generated in a rollout phase; None if it did not."""
+    """How long this rank's engine generated, in a rollout phase; None if it did not generate."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Holds the timeline of one step. In JSON a span is a list."""
+    """The timeline of one step. In the file each span is a JSON list."""
 
     step: int
     unix_s: float
@@ -68,10 +69,10 @@ class Timeline:
 def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
     """Returns a rank's spans as bytes for rank 0, 20 bytes per span.
 
-    `generation_s` has the seconds of the step's generations; they become `busy_s` of the first
-    rollout spans. A rollout span without a generation comes after these, when the engine falls
-    asleep. If there are more than 64 spans (dynamic sampling refilled the step often), the first 32
-    and the last 32 are sent.
+    `generation_s` has the seconds of the step's generations, which become `busy_s` of the rollout
+    spans in their order. The last rollout span, in which the engine goes to sleep, has no
+    generation. If there are more than 64 spans (dynamic sampling refilled the step often), the
+    first 32 and the last 32 are sent.
     """
     busy = iter(generation_s)
     rows = []
@@ -86,12 +87,15 @@ def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
 
 
 def unpack_spans(reader: PackedReader) -> _SpanNumbers:
-    """Returns the [spans, 5] numbers that `pack_spans` packed, and moves `reader` behind them."""
+    """Returns the numbers [spans, 5] that `pack_spans` packed, and moves `reader` past them."""
     return reader.array(np.int32, len(_UNITS) * reader.header).reshape(-1, len(_UNITS))
 
 
 class TimelineFile:
-    """Writes timeline.jsonl on rank 0. The file is for people: a disk that fails raises nothing."""
+    """Writes timeline.jsonl on rank 0.
+
+    The run does not need the file, so an error of the disk is logged and not raised.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         path = run_dir / _NAME
@@ -99,13 +103,13 @@ class TimelineFile:
         try:
             end = b""
             if os.path.lexists(path):
-                # opening a fifo for writing would wait for a reader
+                # not opened for writing before the check: opening a fifo would wait for a reader
                 with open_regular(path) as file:
                     file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
                     end = file.read()
             self._file = LineFile(path)
             if end not in (b"", b"\n"):
-                # a kill has cut the last line short: the next line must not continue it
+                # a kill has cut the last line short: end it, or the next line would continue it
                 self._file.write("")
         except (OSError, UntrustedError) as error:
             _log.warning("%s is not written: %s", path, error)
@@ -113,8 +117,7 @@ class TimelineFile:
     def write(
         self, step: int, unix_s: float, world_size: int, rank_spans: Sequence[_SpanNumbers]
     ) -> None:
-        """Writes the line of `step`; `rank_spans` has what `unpack_spans` returned for each
-        rank."""
+        """Writes the line of `step`, from what `unpack_spans` returned for each rank."""
         if self._file is None:
             return
         # The last number of a span is busy_s in milliseconds, or -1 for None.
@@ -135,10 +138,10 @@ class TimelineFile:
 
 
 def shown_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Returns the ranks that a line shows: all of up to 64 ranks, else 64 at even distances.
+    """Returns the ranks that a line shows: all if there are up to 64, else at most 64 of them.
 
-    The first, the last, and the ranks that generated for the shortest and the longest time are
-    always there.
+    `busy_s` has each rank's time of generation. Ranks are chosen at even distances from the first
+    to the last, with the two that generated for the shortest and the longest time.
     """
     if len(busy_s) <= _MAX_RANKS:
         return list(range(len(busy_s)))
@@ -157,9 +160,9 @@ def _to_spans(numbers: _SpanNumbers) -> list[Span]:
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:
     """Returns the timelines by step, in the order of the file; {} if there is no file.
 
-    With `steps`, lines of other steps are not parsed. Steps that a run will make again are there
-    too. Broken lines are skipped: a kill may have cut one. Raises ConfigError for a file that
-    cannot be read.
+    If `steps` is given, only these steps are read. Steps beyond the newest checkpoint, which a
+    resumed run will make again, are included. Broken lines are skipped: a kill may have cut one.
+    Raises ConfigError for a file that cannot be read.
     """
     path = run_dir / _NAME
     timelines: dict[int, Timeline] = {}

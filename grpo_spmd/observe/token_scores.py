@@ -2,12 +2,12 @@
 
 A token has two scores: the difference of its logprobs (policy minus engine), and the entropy of the
 policy's distribution. Both are measured before the step's first update. Each rollout has one line,
-in a file that is named like the rollout's dump in rollouts/:
-{"rollout_id", "difference_mean", "difference_max", "difference", "entropy"}, with "advantages" if
-these differ from token to token, and "loss_mask" if a token does not count. Values of tokens are
-base64 of little-endian float16 (of the mask a byte, 0 or 1), one per sampled token, in the order of
-the dump's `completion_ids`. A rollout has no line if it was not trained on, or if nobody scored it
-before the first update (`loss.old_logprobs: engine`, from the second mini-batch on). Reading
+in a file that is named like the rollout's dump in rollouts/: {"rollout_id", "difference_mean",
+"difference_max", "difference", "entropy"}, with "advantages" if these differ from token to token,
+and "loss_mask" if some token does not count in the loss. Per-token values are base64 of
+little-endian float16 (the mask: of one byte, 0 or 1), one per sampled token, in the order of the
+dump's `completion_ids`. A rollout has no line if it was not trained on, or if it was not scored
+before the first update (with `loss.old_logprobs: engine`, from the second mini-batch on). Reading
 imports no torch.
 """
 
@@ -33,9 +33,9 @@ _Size = Annotated[float, msgspec.Meta(ge=0, le=1e39)]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """Holds the scores of one rollout.
+    """The scores of one rollout.
 
-    Arrays have a value per sampled token, as float32 that was rounded to float16.
+    Arrays have one value per sampled token: float32 values that were rounded to float16.
     """
 
     rollout_id: int
@@ -48,25 +48,26 @@ class TokenScores:
     difference_max: float | None
     """The largest absolute difference."""
     advantages: _Floats | None
-    """None: all tokens have the rollout's advantage."""
+    """The advantage of each token; None if all tokens have the rollout's."""
     loss_mask: npt.NDArray[np.bool_] | None
-    """None: all tokens count."""
+    """Whether each token counts in the loss; None if all do."""
 
 
 class TokenScoresError(RuntimeError):
-    """The scores that a file would get are not those of the update."""
+    """The scores to be written are not those that the update computed."""
 
 
 class KeptScores:
     """Collects a step's scores on this rank and keeps them on the device until `lines`."""
 
     def __init__(self) -> None:
-        # By the id() of the micro-batch; the tuple keeps the micro-batch alive, so ids stay unique.
+        # (micro-batch, logprobs, entropy) by the id() of the micro-batch, which stays unique
+        # because the tuple keeps the micro-batch alive
         self._kept: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}
 
     def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
         """Keeps the policy's first scores of a micro-batch. Does not wait for the device."""
-        # setdefault: later epochs score the same micro-batch again, after an update
+        # setdefault keeps the first scores: later epochs score it again, after an update
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
     def lines(self, tilt_squares: float | None = None) -> list[bytes]:
@@ -74,9 +75,10 @@ class KeptScores:
         once.
 
         `tilt_squares` is the update's own sum of (logprob + entropy)^2 over the tokens that count
-        (losses.mismatch_sums), if the update made one pass. Raises TokenScoresError if the kept
-        scores have another sum, as shifted ones do."""
-        # imported here, since commands that only read a run folder do without torch
+        in the loss (losses.mismatch_sums); give it only if there was exactly one update. Raises
+        TokenScoresError if the kept scores have another sum, for example because they are shifted
+        by a token."""
+        # imported here, since commands that only read a run folder must not need torch
         import torch
 
         entries = [entry for entry in self._kept.values() if entry[0].rollout_ids]
@@ -92,10 +94,10 @@ class KeptScores:
                 micro_batch.rollout_logprobs,
                 micro_batch.sequence_index,
             )
-            # one float32 tensor, one copy: it holds sequence indices below 2^24 exactly
+            # one float32 tensor, one copy to the host: sequence indices below 2^24 stay exact
             rows.append(torch.stack([column.float() for column in scores]))
         *columns, rollout_logprobs, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
-        # every micro-batch counts its sequences from 0, so its first token begins a rollout too
+        # each micro-batch counts from 0, so the index need not change at its first token
         is_begin = np.diff(sequence_index, prepend=-1) != 0
         is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
         ids = [rollout_id for entry in entries for rollout_id in entry[0].rollout_ids]
@@ -111,10 +113,10 @@ def _check_squares(
     columns: Mapping[str, _Floats], rollout_logprobs: _Floats, expected: float
 ) -> None:
     """Raises TokenScoresError if the columns do not belong to the tokens that the update scored."""
-    # The logprob is the mean of the policy's and the engine's.
+    # As in losses.mismatch_sums, the logprob is the mean of the policy's and the engine's.
     surprise = rollout_logprobs + columns["difference"] / 2 + columns["entropy"]
     total = float(np.square(surprise[columns["loss_mask"] > 0], dtype=np.float64).sum())
-    # Float32 sums in another order; what is not finite compares as equal.
+    # The tolerance is for float32 sums in another order. A sum that is NaN passes.
     if abs(total - expected) > 1e-3 * max(expected, 1.0):
         raise TokenScoresError(
             f"token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is {total:.6g}"
@@ -128,14 +130,15 @@ def _encode_lines(
 ) -> Iterator[bytes]:
     """Yields the line of each rollout; rollout i begins at token begins[i] of the columns.
 
-    Figures are computed over all tokens at once, since a rollout may have very few.
+    Means and maxima are computed for all rollouts at once: one call of NumPy for each rollout,
+    which may have few tokens, would be slow.
     """
     sizes = np.abs(columns["difference"])
     ends = np.append(begins[1:], len(sizes))
     means = np.add.reduceat(sizes, begins, dtype=np.float64) / (ends - begins)
     maxima = np.maximum.reduceat(sizes, begins)
     advantages = columns["advantages"]
-    # columns that not every line has
+    # whether each rollout's line has the optional columns
     is_written = {
         "advantages": np.maximum.reduceat(advantages, begins)
         != np.minimum.reduceat(advantages, begins),
@@ -153,7 +156,7 @@ def _encode_lines(
         }
         for name, array in packed.items():
             if name not in is_written or is_written[name][i]:
-                # msgspec writes bytes as base64, and reads them so
+                # msgspec writes and reads bytes as base64
                 values[name] = array[begins[i] : ends[i]].tobytes()
         yield msgspec.json.encode(values)
 

@@ -259,7 +259,7 @@ def test_what_its_folder_tells_before_torch(tmp_path: Path) -> None:
     assert said("model") == ""
     assert said("classifier") == ""
     assert said("of_two").startswith(
-        f"critic.path: {tmp_path}/of_two tells 2 labels apart (score.weight: "
+        f"critic.path: {tmp_path}/of_two distinguishes 2 labels (score.weight: "
         "{'0': 'bad', '1': 'good'})"
     )
     assert said("none").startswith("critic.path: there is no folder")

@@ -39,7 +39,7 @@ def test_the_culprit_of_a_hang() -> None:
     assert find_culprit(alarm, [upcoming, upcoming, following, upcoming])[0] == 2
     assert find_culprit(alarm, [waits, waits, answer(waits="device"), waits])[0] == 2
     assert "no rank can be told" in find_culprit(alarm, [waits, waits])[1]
-    assert find_culprit(alarm, [waits, answer(answers=False, state="stopped"), answer(3)])[0] == 1
+    assert find_culprit(alarm, [waits, answer(responds=False, state="stopped"), answer(3)])[0] == 1
 
 
 def test_the_culprit_among_failures() -> None:
@@ -48,14 +48,14 @@ def test_the_culprit_among_failures() -> None:
         answer(fault=Fault("follows", "RuntimeError: Connection closed")),
         answer(fault=Fault("stopped", "SIGTERM")),
     )
-    gone = answer(answers=False, state="gone")
+    gone = answer(responds=False, state="gone")
     assert find_culprit(Alarm("raise", 2), [follows, raised, raised])[0] == 2
     assert find_culprit(Alarm("follows", 0), [follows, answer(), raised])[0] == 2
     assert find_culprit(Alarm("follows", 0), [follows, answer(), gone])[0] == 2
     assert find_culprit(Alarm("stopped", 0), [stopped, stopped, gone])[0] == 2
     assert find_culprit(Alarm("follows", 1), [answer(), follows])[0] == 1  # nobody else knows more
     assert (
-        find_culprit(Alarm("dead", 0), [answer(), answer(answers=False, state="unknown")])[0] == 1
+        find_culprit(Alarm("dead", 0), [answer(), answer(responds=False, state="unknown")])[0] == 1
     )
 
 

@@ -1,6 +1,6 @@
 """Feeds trackers with the lines of metrics.jsonl and some rollouts, in a thread per tracker.
 
-The training waits for no tracker, and no line is lost.
+The training does not wait for trackers, and no line is lost.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from grpo_spmd.observe.rollout_record import RolloutRecord, gold_answer, parse_r
 from grpo_spmd.observe.run_folder import RunFolder
 
 _log = logging.getLogger("grpo_spmd")
-# A tracker's call that takes longer is reported as hanging.
+# If a call of a tracker takes longer than this, a warning says that the tracker does not answer.
 ANSWER_S = 60.0
 MAX_ROLLOUTS = 64
 MAX_MESSAGES = 32
-# The bound for a prompt, for a completion and for a message.
+# The most characters that are shown of a prompt, of a completion and of a message.
 MAX_TEXT_CHARS = 4_000
 # Characters that a browser obeys instead of showing them: control characters, writing directions,
 # half surrogates.
@@ -47,7 +47,7 @@ _FIELDS = (
 
 
 class ShownRollout(NamedTuple):
-    """A rollout as trackers show it. All texts are cut and escaped."""
+    """A rollout as trackers show it. All texts are shortened and escaped."""
 
     messages: list[dict[str, str]]
     """Role and content: the prompt's messages, then the episode's."""
@@ -57,40 +57,44 @@ class ShownRollout(NamedTuple):
 
 
 class Tracker:
-    """A service that metrics go to. All calls come from one thread; an exception ends the tracker's
-    feed."""
+    """A service that metrics are sent to; the base class.
+
+    All calls come from one thread. An exception ends the tracker's feed."""
 
     name = ""
-    """In logging.trackers, and the name of its thread and of its state file."""
+    """The name in logging.trackers, also of the tracker's thread and its state file."""
     title = ""
-    """For people."""
+    """The name in messages."""
     settles_s = 0.0
-    """How long a kill can still take a line from the tracker after it accepted the line."""
+    """For how many seconds a line that the tracker accepted can still be lost by a kill."""
 
     def start(self, run_id: str, next_step: int) -> None:
-        """`next_step` is the first step that the tracker lacks, as far as our own notes tell."""
+        """Opens the tracker's run `run_id`.
+
+        `next_step` is the first step that the tracker lacks, according to the feed's state file."""
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        """Whether it needs a line that an earlier launch wrote. An evaluation follows the line of
-        its step."""
+        """Returns whether the tracker lacks a line that an earlier launch wrote.
+
+        The line of an evaluation follows the line of its step."""
         return step + is_evaluation >= next_step
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         """Takes a line of metrics.jsonl, with `step`, and some rollouts of the step or none."""
 
     def finish(self) -> None:
-        """Sends what is left."""
+        """Sends what is left, and closes the tracker's run."""
 
 
 @dataclass
 class TrackerFeed:
-    """Follows `<run_dir>/metrics.jsonl`, which is the tracker's queue.
+    """Sends the lines of `<run_dir>/metrics.jsonl`, which serves as a queue, to one tracker.
 
-    Each tracker has a feed and a thread of its own, so that one that hangs holds up no other.
-    `<run_dir>/NAME.json` keeps the tracker's id of the run and the next step that it lacks. A run
-    that goes on sends what the tracker missed, the steps that are run again, and what a kill may
-    have taken from the tracker (`settles_s`). An exception (no package, no key, no network, a full
-    disk) ends the feed with a warning; a call that hangs keeps a daemon thread.
+    Each tracker has a feed and a thread of its own, so that one that hangs does not delay another.
+    The state file `<run_dir>/NAME.json` has the tracker's id of the run and the first step that it
+    lacks. A resumed run sends what the tracker missed, the steps that are run again, and what the
+    tracker may have lost by a kill (`settles_s`). An exception (no package, no key, no network, a
+    full disk) ends the feed with a warning. A call that hangs blocks only the feed's daemon thread.
     """
 
     run_dir: Path
@@ -101,12 +105,12 @@ class TrackerFeed:
         self._metrics = self.run_dir / "metrics.jsonl"
         self._state = self.run_dir / f"{self.tracker.name}.json"
         self._id, next_step = _read_state(self._state)
-        # What is there already is of an earlier launch, and the tracker may have it.
+        # What is in the file already was written by an earlier launch, and the tracker may have it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
         newest = next(read_metrics_backwards(self._metrics), {"step": -1})
         # The file may have been cut back to the step where the run goes on.
         self._next_step = min(next_step, newest["step"] + 1)
-        # (time, next step) of lines that a kill could still take from the tracker
+        # (time of acceptance, next step) of lines that the tracker could still lose by a kill
         self._unsettled = deque[tuple[float, int]]()
         # when the tracker's present call began
         self._called_at: float | None = None
@@ -119,7 +123,7 @@ class TrackerFeed:
     def line_written(self, step: int, is_evaluation: bool) -> None:
         """Tells the feed of a new line. Takes microseconds."""
         self._news.set()
-        # read only once, since the thread changes the attribute
+        # read the attribute only once, since the thread changes it
         called_at = self._called_at
         is_hanging = called_at is not None and time.monotonic() - called_at > ANSWER_S
         if is_hanging and not self._has_warned:
@@ -132,13 +136,14 @@ class TrackerFeed:
             )
 
     def end(self, has_ended: bool = True) -> None:
-        """Tells the feed that no line comes any more."""
+        """Tells the feed that no more lines come."""
         self._ended.set()
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Gives the tracker `timeout_s` to take the rest; what is left it gets when the run goes
-        on."""
+        """Waits up to `timeout_s` for the tracker to take the rest.
+
+        What is left then is sent when the run is resumed."""
         self.end()
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
@@ -149,6 +154,7 @@ class TrackerFeed:
             )
 
     def _run(self) -> None:
+        """Sends all lines to the tracker as they are written; the body of the thread."""
         try:
             self._call(self.tracker.start, self._id, self._next_step)
             self._save_state()
@@ -158,7 +164,7 @@ class TrackerFeed:
                 self._settle(time.monotonic() - self.tracker.settles_s)
             self._call(self.tracker.finish)
             self._settle(time.monotonic())
-        # whatever a tracker raises, SystemExit too, the training goes on
+        # whatever a tracker raises, even SystemExit, the training goes on
         except BaseException as error:
             self._called_at = None
             _log.warning(
@@ -169,18 +175,20 @@ class TrackerFeed:
             )
 
     def _call(self, method: Callable[..., None], *arguments: object) -> None:
+        """Calls a method of the tracker, and notes meanwhile when the call began."""
         self._called_at = time.monotonic()
         method(*arguments)
         self._called_at = None
 
     def _wanted_lines(self) -> Iterator[dict[str, Any]]:
-        """Yields the lines of metrics.jsonl that the tracker lacks, as they come; ends after
-        `end`."""
+        """Yields the lines of metrics.jsonl that the tracker lacks, as they are written.
+
+        Returns after `end` was called."""
         start = 0
         while True:
-            # Cleared before the file is read: a line that comes later sets it again.
+            # Cleared before the file is read: a line that is written later sets it again.
             self._news.clear()
-            # Asked before the file is read: what was written until then must still be sent.
+            # Read before the file is: what was written before the end must still be sent.
             has_ended = self._ended.is_set()
             for line in read_metrics(self._metrics, start):
                 start = line.end
@@ -193,8 +201,9 @@ class TrackerFeed:
             self._news.wait()
 
     def _rollouts(self, metrics: dict[str, Any]) -> Sequence[ShownRollout]:
-        """Returns rollouts from the step's dump, which is written before its line; none if it is
-        gone or broken."""
+        """Returns rollouts of the line's step, if they are due; none if the dump is gone or broken.
+
+        The step's dump is written before its line."""
         every_steps = self.rollouts_every_steps
         step = metrics["step"]
         if not every_steps or step % every_steps or is_evaluation(metrics):
@@ -206,21 +215,21 @@ class TrackerFeed:
             return ()
 
     def _settle(self, accepted_until: float) -> None:
-        """Notes that the tracker cannot lose the lines any more that it accepted up to `until`."""
+        """Notes that the tracker can no longer lose the lines that it accepted up to that time."""
         while self._unsettled and self._unsettled[0][0] <= accepted_until:
             self._next_step = self._unsettled.popleft()[1]
         self._save_state()
 
     def _save_state(self) -> None:
         temporary = self._state.with_name(self._state.name + ".tmp")
-        # on a full disk lines are sent twice, which is better than not at all
+        # if the disk is full, lines may be sent twice later, which is better than not at all
         with suppress(OSError):
             temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}))
             temporary.replace(self._state)
 
 
 def _read_state(path: Path) -> tuple[str, int]:
-    """Returns the tracker's id of the run and its next step; a new id if there is no sound file."""
+    """Returns the tracker's id of the run and its next step; a new id if the file is not usable."""
     try:
         state = json.loads(path.read_bytes())
         return str(state["id"]), int(state["next_step"])
@@ -229,7 +238,7 @@ def _read_state(path: Path) -> tuple[str, int]:
 
 
 def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
-    """Returns at most MAX_ROLLOUTS of the step's dump, evenly spread over it.
+    """Returns at most MAX_ROLLOUTS rollouts of the step's dump, evenly spread over it.
 
     Broken lines are skipped. Raises ConfigError for files that cannot be read.
     """
@@ -244,7 +253,7 @@ def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
 
 
 def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
-    """Returns at most `max_lines` lines at even distances. Never holds more than twice as many."""
+    """Returns at most `max_lines` lines, at even distances; never holds more than twice that."""
     chosen: list[bytes] = []
     stride = 1
     for number, line in enumerate(lines):
@@ -259,6 +268,7 @@ def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
 
 
 def _show(record: RolloutRecord) -> ShownRollout:
+    """Returns a rollout as trackers show it."""
     prompt = record.prompt
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -300,8 +310,9 @@ def _show_message(message: Any) -> dict[str, str]:
 
 
 def show_text(text: str) -> str:
-    r"""Returns the text cut to MAX_TEXT_CHARS, which it says; what a browser would obey becomes an
-    escape, "\u202e"."""
+    r"""Returns the text, shortened to MAX_TEXT_CHARS with a note of its length.
+
+    Characters that a browser would obey become escapes, such as "\u202e"."""
     if len(text) > MAX_TEXT_CHARS:
         text = f"{text[:MAX_TEXT_CHARS]} ... ({len(text)} characters)"
     return _OBEYED.sub(lambda match: f"\\u{ord(match[0]):04x}", text)

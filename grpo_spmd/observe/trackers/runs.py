@@ -1,4 +1,4 @@
-"""W&B, TensorBoard and trackio as trackers. Their packages are imported where a run uses them.
+"""W&B, TensorBoard and trackio as trackers. Each package is imported only if a run uses it.
 
 This module writes TensorBoard's event files itself, without torch's SummaryWriter and its
 threads. trackio, Hugging Face's, writes a SQLite file on this machine unless its environment
@@ -30,8 +30,10 @@ _FILE_NAME = re.compile(r"events\.out\.tfevents\.(\d{10})\.")
 
 @dataclass
 class WandbRun(Tracker):
-    """W&B refuses steps below its own counter. So the counter is not set, and `step` is a metric:
-    the x-axis."""
+    """W&B as a tracker.
+
+    W&B refuses steps below its own counter, so we leave the counter alone: `step` is logged as a
+    metric, and is the x-axis of the others."""
 
     run_dir: Path
     options: LoggingConfig
@@ -40,15 +42,16 @@ class WandbRun(Tracker):
 
     name = "wandb"
     title = "W&B"
-    # wandb 0.31 writes its file, and sends, every 15 s, and its process ends with ours. A line that
-    # it gets twice is drawn over itself.
+    # wandb 0.31 writes its file and sends lines every 15 s, in a process that ends with ours. A
+    # line that is sent twice is drawn over itself.
     settles_s = 45.0
 
     def start(self, run_id: str, next_step: int) -> None:
         import wandb
 
-        # A captured console would stand between the training and its terminal; logs/rank_0.log has
-        # all of it. Without a key W&B may ask for one at a terminal, but not for ever.
+        # console="off": capturing it would put W&B between the training and its terminal, and
+        # logs/rank_0.log has every line. login_timeout: without a key W&B may ask for one at a
+        # terminal, but not for ever.
         settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
         mode = self.options.wandb
         self._run = wandb.init(
@@ -80,10 +83,11 @@ class WandbRun(Tracker):
 
 @dataclass
 class TensorboardRun(Tracker):
-    """Writes a file per launch, which TensorBoard reads as one run in the order of their names.
+    """TensorBoard as a tracker: writes one event file per launch.
 
-    Each file begins with the step from which on it replaces what was there, so that a line that a
-    kill cut, and steps that are run again, show once.
+    TensorBoard reads all files as one run, in the order of their names. Each file begins with a
+    START event, at which TensorBoard drops what earlier files have from that step on. So steps that
+    are run again show once.
     """
 
     run_dir: Path
@@ -102,7 +106,7 @@ class TensorboardRun(Tracker):
         folder.mkdir(exist_ok=True)
         matches = [_FILE_NAME.match(path.name) for path in folder.iterdir()]
         earlier = [int(match[1]) for match in matches if match]
-        # clocks may go back, the order of the names must not
+        # a clock may be set back, but the names must stay in the order of the launches
         unix_s = max([int(time.time()), *(1 + number for number in earlier)])
         path = folder / f"events.out.tfevents.{unix_s:010d}.{socket.gethostname()}"
         self._file = RecordWriter(path.open("xb"))
@@ -114,7 +118,7 @@ class TensorboardRun(Tracker):
         _log.info("TensorBoard: %s", folder)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        # The line before the next one, and its evaluation, are sent again: they replace themselves.
+        # The START event has dropped the step before the next one too, so it is sent again.
         return step >= next_step - 1
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
@@ -150,8 +154,8 @@ def _text_value(tag: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
 def _escape(cell: Any) -> str:
     """Returns a cell as a block of literal text.
 
-    The plugin takes it for Markdown, with images that it fetches: four blanks before each line
-    prevent that.
+    TensorBoard's plugin renders Markdown, and fetches images that it names. Four spaces before each
+    line make it show the text as it is.
     """
     if type(cell) is float:
         cell = f"{cell:.6g}"
@@ -161,10 +165,12 @@ def _escape(cell: Any) -> str:
 
 @dataclass
 class TrackioRun(Tracker):
-    """trackio writes in the background twice a second, so a kill takes lines that it had accepted.
+    """trackio as a tracker.
 
-    So what a launch finds in its file, and not our own note, tells what it lacks. Rollouts become
-    its traces, whose text it does not interpret; it does interpret that of tables.
+    trackio writes in the background twice a second, so a kill can lose lines that it had accepted.
+    To find out which lines it lacks, a launch reads trackio's own file and not our state file.
+    Rollouts are sent as its traces, whose text trackio shows as it is; the text of its tables it
+    would interpret.
     """
 
     run_dir: Path
@@ -181,7 +187,7 @@ class TrackioRun(Tracker):
 
         self._run = trackio.init(
             project=self.project,
-            # folders of two runs may have one name
+            # the folders of two runs may have the same name
             name=f"{self.run_dir.name}-{run_id[:6]}",
             config=self.config,
             resume="allow",
@@ -225,8 +231,9 @@ class TrackioRun(Tracker):
 
 
 def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:
-    """Reads trackio's file by the schema that it documents; None if there is none or it is
-    different."""
+    """Returns (step, is_evaluation) of the lines in trackio's file.
+
+    Reads the schema that trackio documents. Returns None if there is no file, or another schema."""
     from trackio.sqlite_storage import SQLiteStorage
 
     path = SQLiteStorage.get_project_db_path(project)
