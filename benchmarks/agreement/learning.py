@@ -45,6 +45,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "advantage.estimator=rloo",
     ),
     "reinforce++": ("advantage.estimator=reinforce_pp",),
+    "8-bit moments": ("optimizer.name=adamw_8bit",),
     "4 updates a rollout": _REUSE,
     "4 updates, engine's logprobs": (
         "loss.old_logprobs=engine",

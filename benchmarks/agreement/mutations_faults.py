@@ -364,6 +364,14 @@ FAULTS = (
         ("optimizer.weight_decay=0.01",),
     ),
     Fault(
+        "8-bit scale of the row before",
+        "model/optimizer.py",
+        "    return (fractions * fractions.abs()).mul_(_by_column(scales, codes))\n",
+        "    return (fractions * fractions.abs()).mul_(_by_column(scales.roll(1, 0), codes))\n",
+        ("tests/unit/test_optimizer.py", _CHECK),
+        ("optimizer.name=adamw_8bit",),
+    ),
+    Fault(
         "warm-up a step behind: the first update has lr 0",
         "model/schedule.py",
         "return (num_updates + 1) / config.warmup_steps",

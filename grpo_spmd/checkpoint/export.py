@@ -167,8 +167,10 @@ def stored_tensors(
                         shape = tuple(rows.get_shape())
                         first_row, *columns = offsets[name]["saved_offsets"]
                         has_offsets = type(first_row) is int and 1 + len(columns) == len(shape)
-                        if rows.get_dtype() != "F32" or not has_offsets or any(columns):
-                            raise ValueError(f"{name} is not whole rows of float32")
+                        # Moments may be 8-bit codes.
+                        dtypes = ("F32", "I8", "U8") if "exp_avg" in name else ("F32",)
+                        if rows.get_dtype() not in dtypes or not has_offsets or any(columns):
+                            raise ValueError(f"{name} is not whole rows of {' or '.join(dtypes)}")
                         pieces.setdefault(name, []).append(_Piece(path, first_row, shape))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(

@@ -26,7 +26,7 @@ _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}
 """The open descriptor of each lock file that this process has locked."""
 # A run with other values of these keys is another run: they set the order or the form of its
-# prompts, its random numbers or the shapes of its trained tensors.
+# prompts, its random numbers, or the shapes of its trained tensors and their moments.
 _FIXED_KEYS = (
     "seed",
     "data.shuffle",
@@ -34,6 +34,7 @@ _FIXED_KEYS = (
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.target_modules",
+    "optimizer.name",
 )
 
 
@@ -141,8 +142,8 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if repr(recorded.get(key)) != repr(config.get(key))
         # what was decided for the run stays decided
         and not (key in DECIDED_KEYS and config.get(key) == "auto")
-        # a checkpoint from before a mapping was a key does not have it
-        and not (config.get(key) == {} and key not in recorded)
+        # a checkpoint from before a mapping or the optimizer's name was a key does not have it
+        and not (config.get(key) in ({}, "adamw") and key not in recorded)
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)

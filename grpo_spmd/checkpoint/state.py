@@ -1,8 +1,8 @@
 """Collects what a checkpoint stores, and writes one rank's shard of the tensors.
 
 A checkpoint stores facts about the run (RunFacts, in trainer.json) and the trained tensors with
-their "moments", Adam's running means exp_avg and exp_avg_sq. A shard is the file with the rows that
-one rank holds.
+their "moments", Adam's running means exp_avg and exp_avg_sq: in float32, or as codes with scales. A
+shard is the file with the rows that one rank holds.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import Prompt
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# The names that safetensors gives to dtypes.
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# The names that safetensors gives to the dtypes of what trains and its moments.
+_DTYPES = {torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
 
 
 class TrainedSignal(Protocol):
@@ -161,10 +160,9 @@ def state_tensors(
     for prefix, moment_prefix, parameters, optimizer in models:
         for name, parameter in parameters.items():
             tensors[prefix + name] = parameter
-            moments = optimizer.state.get(parameter, {})
-            for moment in MOMENTS:
-                if moment in moments:
-                    tensors[f"{moment_prefix}{moment}.{name}"] = moments[moment]
+            for moment, value in optimizer.state.get(parameter, {}).items():
+                if moment != "step":
+                    tensors[f"{moment_prefix}{moment}.{name}"] = value
     return tensors
 
 
