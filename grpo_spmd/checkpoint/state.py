@@ -24,9 +24,11 @@ from grpo_spmd.config.schema import POLICY
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.sharding import as_shard
 from grpo_spmd.records import Prompt
 
 # The names that safetensors gives to the dtypes of what trains and its moments.
@@ -163,6 +165,11 @@ def state_tensors(
             for moment, value in optimizer.state.get(parameter, {}).items():
                 if moment != "step":
                     tensors[f"{moment_prefix}{moment}.{name}"] = value
+    # An export is a whole model, or adapters alone.
+    if not policy.lora.rank:
+        parameter = next(iter(models[0][2].values()))
+        for name, constant in constants(policy.model).items():
+            tensors[f"policy.{name}"] = as_shard(constant, parameter)
     return tensors
 
 
