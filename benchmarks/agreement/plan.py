@@ -165,6 +165,7 @@ class _Case:
     model: dict[str, Any]  # config.json
     card: str
     ranks: int
+    overrides: tuple[str, ...] = ()
 
 
 def qwen2(
@@ -199,6 +200,21 @@ def qwen3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, 
     return config
 
 
+# By its model card: 128 experts, of which a token takes 8.
+_QWEN3_30B_A3B: dict[str, Any] = transformers.Qwen3MoeConfig(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    tie_word_embeddings=False,
+    max_position_embeddings=40_960,
+).to_dict()
 _QWEN_1_5B = qwen2(1536, 28, 12, 2, 8960, tied=True)
 _LARGE: dict[str, Any] = {
     "model": {"activation_checkpointing": True},
@@ -239,6 +255,18 @@ DEFAULTS = (
     _Case("Qwen3-8B", _DEFAULT, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
     _Case("Qwen2.5-32B", _DEFAULT, qwen2(5120, 64, 40, 8, 27648, tied=False), "H100-80GB", 16),
     _Case("Qwen3-32B", _DEFAULT, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
+    *(
+        _Case(
+            f"qwen3-30b-a3b-math, {optimizer}, offload: {offload}",
+            "qwen3-30b-a3b-math",
+            _QWEN3_30B_A3B,
+            "H100-80GB",
+            8,
+            (f"optimizer.name={optimizer}", f"model.offload={offload}"),
+        )
+        for optimizer in ("adamw", "adamw_8bit")
+        for offload in ("false", "optimizer", "true")
+    ),
 )
 
 
@@ -312,14 +340,15 @@ def _defaults(folder: Path) -> Iterator[Row]:
 
 def _by_the_command(folder: Path, case: _Case) -> dict[str, Any]:
     """The answer of `python -m grpo_spmd.plan`, as JSON."""
-    assert isinstance(case.config, dict)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(case.model))
-    needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
-    sections = case.config | {"model": {**case.config.get("model", {}), "path": str(folder)}}
-    config, result = folder / "config.yaml", folder / "plan.json"
-    config.write_text(yaml.safe_dump(needed | sections))
+    config, result = Path("configs", f"{case.config}.yaml"), folder / "plan.json"
+    if isinstance(case.config, dict):
+        config = folder / "config.yaml"
+        needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
+        config.write_text(yaml.safe_dump(needed | case.config))
     command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config)]
+    command += [f"model.path={folder}", *case.overrides]
     command += ["--gpu", case.card, "--ranks", str(case.ranks), "--json", str(result)]
     # Exit code 1: the run does not fit.
     subprocess.run(command, check=False, stdout=subprocess.DEVNULL)

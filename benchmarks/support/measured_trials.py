@@ -24,7 +24,7 @@ from benchmarks.support.record import (
 
 
 def learning(record: Record) -> Iterator[Line]:
-    rows = record.run("learning", "variant")
+    rows = record.newest("learning", "variant")
     if rows:
         missed = [
             f"{row['variant']} ({figure(row.number('last ten'))})"
