@@ -110,12 +110,17 @@ def prove_weights(
     if is_first and engine.engine_rank == engine.tp_rank == 0:
         known_names = {tensor.engine_name for tensor in known_tensors}
         unknown = {tensor.engine_name for tensor in tensors} - known_names
-        _log_proof(seconds, views, shards, unknown)
+        _log_proof(seconds, views, shards, unknown=unknown, num_constants=len(in_policy))
     return seconds
 
 
 def _log_proof(
-    seconds: float, views: Sequence[_View], shards: Mapping[str, Shard], unknown: set[str]
+    seconds: float,
+    views: Sequence[_View],
+    shards: Mapping[str, Shard],
+    *,
+    unknown: set[str],
+    num_constants: int,
 ) -> None:
     """Logs how many tensors were compared how, and warns of those that could not be compared."""
     names = _names(views)
@@ -123,7 +128,7 @@ def _log_proof(
     _log.info(
         "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe",
         seconds,
-        len(names - probed),
+        len(names - probed) + num_constants,
         len(probed),
     )
     # A tied lm_head may be in the engine as the embedding alone.

@@ -22,10 +22,7 @@ from tests.support.ranks import RanksJob, run_worker, train
 
 
 def config_of(folder: Path, family: str, engine_ranks: int = 1, **overrides: Any) -> Path:
-    # With the first seed GLM's conversations end too early to say anything about their cache.
-    seed = int(family == "glm4_moe")
-    tied = family == "qwen3_moe"
-    model = make_model(folder / "model", family, tied=tied, seed=seed, **overrides)
+    model = make_model(folder / "model", family, tied=family == "qwen3_moe", **overrides)
     rollout = {
         "temperature": 0.7,
         "tensor_parallel_size": engine_ranks,
@@ -39,7 +36,7 @@ def config_of(folder: Path, family: str, engine_ranks: int = 1, **overrides: Any
     [
         ("qwen3_moe", 2, 2),
         ("mixtral", 1, 1),
-        ("glm4_moe", 2, 1),
+        ("glm4_moe", 1, 1),
         pytest.param("qwen2_moe", 2, 2, marks=pytest.mark.nightly),
         pytest.param("olmoe", 2, 1, marks=pytest.mark.nightly),
         pytest.param("granitemoe", 2, 1, marks=pytest.mark.nightly),
