@@ -102,6 +102,7 @@ BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "plan": measured_trials.plan_table,
     "predictions": measured_trials.predictions_table,
     "defaults": measured_trials.defaults_table,
+    "states": measured_trials.states_table,
     "mutations": measured_trials.mutations_table,
     "diagnosis": measured_trials.diagnosis_table,
     "faults": measured_trials.faults_table,

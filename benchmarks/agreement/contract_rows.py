@@ -501,6 +501,14 @@ EXPERTS = (
         "the names of the matrices",
         says=("w1=layer.w13_weight", "w2=layer.w2_weight"),
     ),
+    Row(
+        "vllm.model_executor.models.glm4_moe.Glm4MoE.__init__",
+        "a constant under the checkpoint's name, and not rounded",
+        says=(
+            "self.gate.e_score_correction_bias = nn.Parameter("
+            "torch.empty(config.n_routed_experts, dtype=torch.float32))",
+        ),
+    ),
 )
 
 # Where vllm runs on a CPU: its wheels alone need them.

@@ -23,7 +23,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,11 @@ SIZES: dict[str, Any] = {
         "moe_intermediate_size": 64,
         "shared_expert_intermediate_size": 64,
     },
+}
+# What the config.json of a released model has, and the default of its config class lacks.
+_RELEASED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 32},
+    "dots1": {"n_shared_experts": 1},
 }
 _TABLES = (
     "_TEXT_GENERATION_MODELS",
@@ -129,7 +134,7 @@ def tiny_config(family: str) -> Any:
         sizes.pop("num_key_value_heads", None)
     if sizes.get("sliding_window") and not getattr(default, "sliding_window", None):
         sizes.pop("sliding_window")
-    return type(default)(**sizes)
+    return type(default)(**sizes, **_RELEASED.get(family, {}))
 
 
 def _move_vectors(model: Any) -> None:
@@ -165,6 +170,15 @@ def rows(
                 break
 
 
+def _parameters(stored: Iterable[str]) -> set[str]:
+    """Names of a checkpoint's parameters, of which the experts of a layer are two."""
+
+    def of_all(match: re.Match[str]) -> str:
+        return f".experts.{'down' if match[1] in ('down_proj', 'w2') else 'gate_up'}"
+
+    return {re.sub(r"\.experts\.\d+\.(\w+)", of_all, name) for name in stored}
+
+
 def trained(
     family: str, model: Path, dtype: str, folder: Path, num_ranks: int, overrides: list[str]
 ) -> Row:
@@ -186,7 +200,7 @@ def trained(
     counts = re.search(r"proof: .* s, (\d+) tensors by bytes, (\d+) by probe", output)
     proved = sum(map(int, counts.groups())) if counts else 0
     with safe_open(model / "model.safetensors", framework="pt") as file:
-        everything = f"{proved} of {len(file.keys())}" if counts else ""
+        everything = f"{proved} of {len(_parameters(file.keys()))}" if counts else ""
     copies = re.search(
         r"direct: (\d+ of \d+) tensors; of \d+ of the engine's differ: \[(.*)\]", output
     )

@@ -49,9 +49,9 @@ def compare(run: Any) -> None:
         engine.sleep()
     names = [name for name, _ in hf_named_parameters(run.policy)]
     engine.wake_weights()
-    sync._send(0, SyncStats(), None, sync._direct)
+    sync._send(0, SyncStats(), sync._direct)
     copied = held(engine, names)
-    sync._send(0, SyncStats(), None, None)
+    sync._send(0, SyncStats(), None)
     loaded = held(engine, names)
     differ = sorted(
         name

@@ -1,9 +1,9 @@
 """Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four
 numbers. Two ranks each, real vLLM.
 
-    benchmarks/run.sh learning [--json FILE]        about 15 minutes on 2 cores
+    benchmarks/run.sh learning [--only WORDS ...] [--json FILE]     about 20 minutes on 2 cores
 A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the
-goal was reached.
+goal was reached. --only takes those whose names hold one of these.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import mean
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
-from grpo_spmd.demo.countdown import make_demo
+from grpo_spmd.demo.countdown import fill_experts_demo, make_demo
+from grpo_spmd.demo.making import make_folder
 from tests.support.processes import torchrun
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -45,6 +47,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
         "advantage.estimator=rloo",
     ),
     "reinforce++": ("advantage.estimator=reinforce_pp",),
+    **{
+        f"8-bit moments, seed {seed}": ("optimizer.name=adamw_8bit", f"seed={seed}")
+        for seed in range(3)
+    },
     "4 updates a rollout": _REUSE,
     "4 updates, engine's logprobs": (
         "loss.old_logprobs=engine",
@@ -55,24 +61,32 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    args = arguments_parser(__doc__).parse_args()
+    parser = arguments_parser(__doc__)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS")
+    args = parser.parse_args()
     rows: list[Row] = []
+
+    def is_chosen(name: str) -> bool:
+        return any(words in name for words in args.only)
+
     with tempfile.TemporaryDirectory() as folder:
         make_demo(Path(folder, "2"), seed=0)
-        make_demo(Path(folder, "3-4"), seed=0, numbers="3-4")
-        for name, overrides in VARIANTS.items():
-            rewards = _train(Path(folder), "2", "demo.yaml", overrides)
-            rows.append(_row(name, rewards, f"last ten >= {_GOAL}", mean(rewards[-10:]) >= _GOAL))
-        rewards = _train(Path(folder), "3-4", "countdown-3to4.yaml", ())
-        better = mean(rewards[-10:]) >= _IMPROVEMENT * mean(rewards[:10])
-        rows.append(
-            _row(
-                "countdown of 3 to 4 numbers",
-                rewards,
-                f"last ten >= {_IMPROVEMENT} x first ten",
-                better,
-            )
-        )
+        runs = {name: ("2", "demo.yaml", overrides) for name, overrides in VARIANTS.items()}
+        for seed in range(3):
+            name = f"mixture of experts, seed {seed}"
+            runs[name] = ("experts", "demo-experts.yaml", (f"seed={seed}",))
+        make_folder(Path(folder, "experts"), {}, partial(fill_experts_demo, seed=0))
+        for name, run in runs.items():
+            if is_chosen(name):
+                rewards = _train(Path(folder), *run)
+                is_reached = mean(rewards[-10:]) >= _GOAL
+                rows.append(_row(name, rewards, f"last ten >= {_GOAL}", is_reached))
+        name = "countdown of 3 to 4 numbers"
+        if is_chosen(name):
+            make_demo(Path(folder, "3-4"), seed=0, numbers="3-4")
+            rewards = _train(Path(folder), "3-4", "countdown-3to4.yaml", ())
+            better = mean(rewards[-10:]) >= _IMPROVEMENT * mean(rewards[:10])
+            rows.append(_row(name, rewards, f"last ten >= {_IMPROVEMENT} x first ten", better))
     report("learning", rows, args.json)
     sys.exit(0 if all(row["reached"] for row in rows) else 1)
 

@@ -24,6 +24,10 @@ _SEVERAL_BUCKETS = (
     "rollout.weight_sync_bucket_mib=1",
     "optimizer.lr=1e-4",
 )
+_EXPERTS = (
+    "model.path={made}/experts",
+    "rewards=[{{name: format, args: {{pattern: '[0-4].*'}}}}]",
+)
 _COOL = ("rollout.temperature=0.7",)
 _CRITIC = (
     "critic.path={made}/model",
@@ -37,6 +41,8 @@ _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_update"
 _TIED, _UNTIED, _SHARDED = (
     f"{_UPDATES}[{of}]" for of in ("qwen2-True-1", "granite-False-1", "qwen3-False-2")
 )
+_EXPERTS_TEST = "tests/ranks/test_experts.py"
+_EXPERTS_SYNC = f"{_EXPERTS_TEST}::test_engine_equals_transformers_after_each_update[glm4_moe-1-1]"
 _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (
@@ -70,6 +76,8 @@ _LOAD = "            self._engine.load_weights(weights, step, direct, pieces=pie
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
+_SAVED = "            yield target.name, rows.view(target.shape)\n"
+
 _PARSER = threading.Lock()
 
 FAULTS = (
@@ -91,6 +99,60 @@ FAULTS = (
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in "
         "name else values\n",
         (_SHARDED,),
+        of_sync=True,
+    ),
+    Fault(
+        "stale expert: the second keeps its first down_proj",
+        "engine/gather.py",
+        _SAVED,
+        "            if '.experts.1.down_proj' in target.name:\n"
+        "                rows = saved_tensors.__dict__.setdefault(target.name, rows.clone())\n"
+        f"{_SAVED}",
+        (_EXPERTS_SYNC,),
+        _EXPERTS,
+        of_sync=True,
+    ),
+    Fault(
+        "gate and up of the experts swapped",
+        "engine/gather.py",
+        _SAVED,
+        "            if '.experts.' in name:\n"
+        "                swapped = {'gate_proj': 'up_proj', 'up_proj': 'gate_proj'}\n"
+        "                *path, leaf, weight = target.name.split('.')\n"
+        "                leaf = swapped.get(leaf, leaf)\n"
+        "                target = target._replace(name='.'.join([*path, leaf, weight]))\n"
+        f"{_SAVED}",
+        (_EXPERTS_SYNC,),
+        _EXPERTS,
+        of_sync=True,
+    ),
+    Fault(
+        "shared expert dropped: the engine gets zeros",
+        "engine/gather.py",
+        _SAVED,
+        "            if '.shared_experts.down_proj' in target.name:\n"
+        "                rows = torch.zeros_like(rows)\n"
+        f"{_SAVED}",
+        (_EXPERTS_SYNC,),
+        _EXPERTS,
+        of_sync=True,
+    ),
+    Fault(
+        "correction bias not synced",
+        "engine/weight_sync.py",
+        "                constants(self._policy.model).items(),\n",
+        "",
+        (_EXPERTS_SYNC,),
+        _EXPERTS,
+        of_sync=True,
+    ),
+    Fault(
+        "correction bias rounded to bfloat16 on its way",
+        "engine/weight_sync.py",
+        "                constants(self._policy.model).items(),\n",
+        "                ((n, c.bfloat16()) for n, c in constants(self._policy.model).items()),\n",
+        (_EXPERTS_SYNC,),
+        _EXPERTS,
         of_sync=True,
     ),
     Fault(
@@ -362,6 +424,14 @@ FAULTS = (
         '"weight_decay": 2 * config.weight_decay}',
         (_PARTITION, _CHECK),
         ("optimizer.weight_decay=0.01",),
+    ),
+    Fault(
+        "8-bit scale of the row before",
+        "model/optimizer.py",
+        "    return (fractions * fractions.abs()).mul_(_by_column(scales, codes))\n",
+        "    return (fractions * fractions.abs()).mul_(_by_column(scales.roll(1, 0), codes))\n",
+        ("tests/unit/test_optimizer.py", _CHECK),
+        ("optimizer.name=adamw_8bit",),
     ),
     Fault(
         "warm-up a step behind: the first update has lr 0",

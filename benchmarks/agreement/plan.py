@@ -1,6 +1,6 @@
 """The planner (`python -m grpo_spmd.plan`) beside what can be known without a GPU.
 
-    python -m benchmarks.agreement.plan [--part cpu,published,predictions] [--sizes 0.1b,0.5b]
+    python -m benchmarks.agreement.plan [--part cpu,published,states] [--sizes 0.1b,0.5b]
     [--variants plain,lora]
         [--json FILE]
 
@@ -20,6 +20,9 @@ cards of the data sheet. configs/README.md has this table.
 
 defaults: what the planner decides for released models where the config names a model, lengths and a
 number of rollouts alone. configs/README.md has this table too.
+
+states: what a rank holds of released models between and in updates by the shapes of their tensors
+alone, with either optimizer, also of hybrids, whose passes no dry run knows. It is exact.
 """
 
 from __future__ import annotations
@@ -36,15 +39,18 @@ from typing import Any
 
 import transformers
 import yaml
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.agreement import plan_published
 from benchmarks.support.models import make_model
 from benchmarks.support.ranks import measure
 from benchmarks.support.report import Row, arguments_parser, report
+from grpo_spmd.checks.memory import moment_bytes, shard_numel
 from grpo_spmd.config.load import load_config
+from grpo_spmd.config.schema import OptimizerConfig
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.observe.cards import find_card
-from grpo_spmd.tools.plan.phases import make_plan
+from grpo_spmd.tools.plan.phases import facts_from_config, make_plan
 from grpo_spmd.tools.plan.step_time import Case
 from tests.support.real_memory import predicted
 
@@ -90,7 +96,7 @@ _RUNS: list[tuple[str, int, str]] = [
 
 def main() -> None:
     parser = arguments_parser(__doc__)
-    parser.add_argument("--part", default="cpu,published,predictions,defaults,phases")
+    parser.add_argument("--part", default="cpu,published,predictions,defaults,phases,states")
     parser.add_argument("--sizes", default="0.1b,0.5b", help="of the part cpu")
     parser.add_argument(
         "--variants", default="", help="of the part cpu: those in whose overrides one of these is"
@@ -112,6 +118,8 @@ def main() -> None:
             report("plan_predictions", list(_predictions(Path(folder))), args.json)
         if "defaults" in args.part:
             report("plan_defaults", list(_defaults(Path(folder))), args.json)
+        if "states" in args.part:
+            report("plan_states", list(_states(Path(folder))), args.json)
         if "phases" in args.part:
             report("plan_phases", list(_phases(Path(folder))), args.json)
     sys.exit(int(any(item > _WITHIN for item in off)))
@@ -165,6 +173,7 @@ class _Case:
     model: dict[str, Any]  # config.json
     card: str
     ranks: int
+    overrides: tuple[str, ...] = ()
 
 
 def qwen2(
@@ -199,6 +208,21 @@ def qwen3(hidden: int, layers: int, heads: int, intermediate: int) -> dict[str, 
     return config
 
 
+# By its model card: 128 experts, of which a token takes 8.
+_QWEN3_30B_A3B: dict[str, Any] = transformers.Qwen3MoeConfig(
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_hidden_layers=48,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    intermediate_size=6144,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    tie_word_embeddings=False,
+    max_position_embeddings=40_960,
+).to_dict()
 _QWEN_1_5B = qwen2(1536, 28, 12, 2, 8960, tied=True)
 _LARGE: dict[str, Any] = {
     "model": {"activation_checkpointing": True},
@@ -239,7 +263,59 @@ DEFAULTS = (
     _Case("Qwen3-8B", _DEFAULT, qwen3(4096, 36, 32, 12288), "H100-80GB", 8),
     _Case("Qwen2.5-32B", _DEFAULT, qwen2(5120, 64, 40, 8, 27648, tied=False), "H100-80GB", 16),
     _Case("Qwen3-32B", _DEFAULT, qwen3(5120, 64, 64, 25600), "H100-80GB", 16),
+    *(
+        _Case(
+            f"qwen3-30b-a3b-math, {optimizer}, offload: {offload}",
+            "qwen3-30b-a3b-math",
+            _QWEN3_30B_A3B,
+            "H100-80GB",
+            8,
+            (f"optimizer.name={optimizer}", f"model.offload={offload}"),
+        )
+        for optimizer in ("adamw", "adamw_8bit")
+        for offload in ("false", "optimizer", "true")
+    ),
 )
+
+
+# By transformers' defaults, which it names after these models, and the 2B by its model card.
+_QWEN3_5_2B: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
+STATES: dict[str, tuple[dict[str, Any], int]] = {
+    "Qwen3.5-2B": (CONFIG_MAPPING["qwen3_5_text"](**_QWEN3_5_2B).to_dict(), 1),
+    "Qwen3.5-9B": (CONFIG_MAPPING["qwen3_5_text"]().to_dict(), 8),
+    "Qwen3-30B-A3B": (_QWEN3_30B_A3B, 8),
+    "Qwen3.5-35B-A3B": (CONFIG_MAPPING["qwen3_5_moe_text"]().to_dict(), 8),
+}
+
+
+def _states(folder: Path) -> Iterator[Row]:
+    for name, (model, num_ranks) in STATES.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(model))
+        facts = facts_from_config(folder / name)
+        shard = shard_numel(facts.shapes, num_ranks)
+        row: Row = {
+            "model": name,
+            "ranks": num_ranks,
+            "parameters": facts.num_parameters,
+            "active": facts.num_active_parameters,
+            "weights_gib": 4 * shard / 2**30,
+            "gradients_gib": 4 * shard / 2**30,
+        }
+        for optimizer in ("adamw", "adamw_8bit"):
+            config = OptimizerConfig(name=optimizer)
+            moments = moment_bytes(facts.shapes, num_ranks, config)
+            row[f"{optimizer}_gib"] = moments / 2**30
+            row[f"{optimizer}_bytes"] = moments / shard
+        yield row
 
 
 def _predictions(folder: Path) -> Iterator[Row]:
@@ -312,14 +388,15 @@ def _defaults(folder: Path) -> Iterator[Row]:
 
 def _by_the_command(folder: Path, case: _Case) -> dict[str, Any]:
     """The answer of `python -m grpo_spmd.plan`, as JSON."""
-    assert isinstance(case.config, dict)
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(case.model))
-    needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
-    sections = case.config | {"model": {**case.config.get("model", {}), "path": str(folder)}}
-    config, result = folder / "config.yaml", folder / "plan.json"
-    config.write_text(yaml.safe_dump(needed | sections))
+    config, result = Path("configs", f"{case.config}.yaml"), folder / "plan.json"
+    if isinstance(case.config, dict):
+        config = folder / "config.yaml"
+        needed = {"run_dir": "none", "rewards": [{"name": "gsm8k"}]}
+        config.write_text(yaml.safe_dump(needed | case.config))
     command = [sys.executable, "-m", "grpo_spmd.plan", "--config", str(config)]
+    command += [f"model.path={folder}", *case.overrides]
     command += ["--gpu", case.card, "--ranks", str(case.ranks), "--json", str(result)]
     # Exit code 1: the run does not fit.
     subprocess.run(command, check=False, stdout=subprocess.DEVNULL)

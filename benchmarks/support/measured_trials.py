@@ -24,7 +24,7 @@ from benchmarks.support.record import (
 
 
 def learning(record: Record) -> Iterator[Line]:
-    rows = record.run("learning", "variant")
+    rows = record.newest("learning", "variant")
     if rows:
         missed = [
             f"{row['variant']} ({figure(row.number('last ten'))})"
@@ -243,6 +243,29 @@ def defaults_table(record: Record) -> Iterator[str]:
             row["tightest"].replace("_", " ") if row["fits"] else "does not fit",
             row["kv_sequences"],
             f"{row.number('step_s'):.0f}",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def states_table(record: Record) -> Iterator[str]:
+    """Of configs/README.md; what a rank holds of released models, by their shapes."""
+    sizes = ("parameters", "active", "weights", "gradients", "moments, adamw")
+    sums = ("bytes a parameter", "all, adamw", "all, adamw_8bit")
+    columns = ("model", "ranks", *sizes, "moments, adamw_8bit", *sums)
+    yield f"| {' | '.join(columns)} |"
+    yield f"|{'---|' * len(columns)}"
+    for row in record.newest("plan_states", "model", "ranks"):
+        weights, gradients, plain, coded = (
+            row.number(f"{name}_gib") for name in ("weights", "gradients", "adamw", "adamw_8bit")
+        )
+        cells = [
+            row["model"],
+            str(row["ranks"]),
+            f"{row.number('parameters') / 1e9:.2f} B",
+            f"{row.number('active') / 1e9:.2f} B",
+            *(f"{gib:.1f}" for gib in (weights, gradients, plain, coded)),
+            f"{row.number('adamw_8bit_bytes'):.2f} for {row.number('adamw_bytes'):.2f}",
+            *(f"{weights + gradients + gib:.1f}" for gib in (plain, coded)),
         ]
         yield f"| {' | '.join(cells)} |"
 

@@ -31,6 +31,7 @@ from grpo_spmd.files import (
     sync_path,
     sync_to_disk,
 )
+from grpo_spmd.model.config_json import is_constant
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,8 +174,10 @@ def stored_tensors(
                         shape = tuple(rows.get_shape())
                         first_row, *columns = offsets[name]["saved_offsets"]
                         has_offsets = type(first_row) is int and 1 + len(columns) == len(shape)
-                        if rows.get_dtype() != "F32" or not has_offsets or any(columns):
-                            raise ValueError(f"{name} is not whole rows of float32")
+                        # Moments may be 8-bit codes.
+                        dtypes = ("F32", "I8", "U8") if "exp_avg" in name else ("F32",)
+                        if rows.get_dtype() not in dtypes or not has_offsets or any(columns):
+                            raise ValueError(f"{name} is not whole rows of {' or '.join(dtypes)}")
                         pieces.setdefault(name, []).append(_Piece(path, first_row, shape))
         except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(
@@ -266,7 +269,11 @@ def save_model(
     (folder / "config.json").write_text(
         json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8"
     )
-    sizes = {name: math.prod(tensor.shape) * DTYPE_BYTES[dtype] for name, tensor in tensors.items()}
+    dtypes = {name: "float32" if is_constant(name) else dtype for name in tensors}
+    sizes = {
+        name: math.prod(tensor.shape) * DTYPE_BYTES[dtypes[name]]
+        for name, tensor in tensors.items()
+    }
     files: list[list[str]] = [[]]
     for name, size in sizes.items():
         if files[-1] and sum(sizes[member] for member in files[-1]) + size > FILE_BYTES:
@@ -277,7 +284,7 @@ def save_model(
         file = "model.safetensors"
         if len(files) > 1:
             file = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        _save({name: tensors[name].read(dtype) for name in names}, folder / file)
+        _save({name: tensors[name].read(dtypes[name]) for name in names}, folder / file)
         weight_map |= dict.fromkeys(names, file)
     if len(files) > 1:
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}

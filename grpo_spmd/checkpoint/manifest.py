@@ -26,8 +26,9 @@ from grpo_spmd.files import MANIFEST, ManifestFile, UntrustedError, check_fields
 # The fields of trainer.json that a run needs to continue from the checkpoint.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
             "model_fingerprint", "data_fingerprint")  # fmt: skip
-# The format of checkpoints. A higher number is that of a later grpo_spmd, and is refused.
-FORMAT = 1
+# The format of checkpoints. A higher number is that of a later grpo_spmd, and is refused. Since 2,
+# moments may be 8-bit codes with scales.
+FORMAT = 2
 # More updates in a step than any run makes; a checkpoint with more is damaged.
 _MAX_UPDATES_A_STEP = 2**20
 

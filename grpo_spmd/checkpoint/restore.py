@@ -24,17 +24,12 @@ from grpo_spmd.checkpoint.manifest import (
     verify_files,
 )
 from grpo_spmd.checkpoint.run_dir import Candidates, Start, check_same_run, find_candidates
-from grpo_spmd.checkpoint.state import (
-    MOMENTS,
-    RunFacts,
-    TrainedSignal,
-    state_tensors,
-    trained_parameters,
-)
+from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, trained_parameters
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.optimizer import initial_state
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.schedule import changed_schedule
 from grpo_spmd.observe.metrics_file import ends_with_evaluation
@@ -223,10 +218,9 @@ def load_state(
         for name, parameter in parameters.items():
             # `dcp.load` only fills tensors that exist, so the moments are made first.
             if f"{prefix}exp_avg.{name}" in stored:
-                # The fused kernel of AdamW needs the count of steps on the device.
-                num_steps = torch.tensor(float(counts["num_updates"]), device=parameter.device)
-                moments = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
-                model.optimizer.state[parameter] = {"step": num_steps, **moments}
+                model.optimizer.state[parameter] = initial_state(
+                    model.optimizer, parameter, counts["num_updates"]
+                )
         model.restore(counts)
     tensors = state_tensors(policy, updater, critic)
     expected = {name: list(tensor.shape) for name, tensor in tensors.items()}

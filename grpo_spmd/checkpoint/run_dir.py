@@ -28,7 +28,7 @@ _LAUNCH = Path("logs", "launch")
 _locked: dict[Path, int] = {}
 """The open descriptor of each lock file that this process has locked."""
 # These keys must not change within a run: they determine the order or the form of its prompts, its
-# random numbers or the shapes of its trained tensors.
+# random numbers, or the shapes of its trained tensors and their moments.
 _FIXED_KEYS = (
     "seed",
     "data.shuffle",
@@ -36,6 +36,7 @@ _FIXED_KEYS = (
     "model.lora.rank",
     "model.lora.alpha",
     "model.lora.target_modules",
+    "optimizer.name",
 )
 
 
@@ -147,8 +148,9 @@ def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, 
         if repr(recorded.get(key)) != repr(config.get(key))
         # `auto` keeps what was decided when the run began.
         and not (key in DECIDED_KEYS and config.get(key) == "auto")
-        # A checkpoint of an earlier version may lack a mapping. Its empty default is no change.
-        and not (config.get(key) == {} and key not in recorded)
+        # A checkpoint of an earlier version may lack a mapping, or the name of the optimizer. The
+        # default is no change.
+        and not (config.get(key) in ({}, "adamw") and key not in recorded)
     ]
     for key in changed:
         is_fixed = any(key == fixed or key.startswith(f"{fixed}.") for fixed in _FIXED_KEYS)

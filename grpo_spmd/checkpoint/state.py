@@ -1,8 +1,8 @@
 """This module collects what a checkpoint stores, and writes one rank's shard of the tensors.
 
 A checkpoint stores facts about the run (RunFacts, in trainer.json) and the trained tensors with
-their *moments*, Adam's running means exp_avg and exp_avg_sq. A *shard* is a file with the rows of
-all tensors that one rank holds.
+their *moments*, Adam's running means exp_avg and exp_avg_sq: in float32, or as 8-bit codes with
+scales. A *shard* is a file with the rows of all tensors that one rank holds.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from grpo_spmd.config.schema import POLICY
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
+from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.hf_files import checkpoint_folder
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.policy import Policy
+from grpo_spmd.model.sharding import as_shard
 from grpo_spmd.records import Prompt
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-# The names that safetensors gives to dtypes.
-_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+# The names that safetensors gives to the dtypes of what trains and its moments.
+_DTYPES = {torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
 
 
 class TrainedSignal(Protocol):
@@ -163,10 +164,14 @@ def state_tensors(
     for prefix, moment_prefix, parameters, optimizer in models:
         for name, parameter in parameters.items():
             tensors[prefix + name] = parameter
-            moments = optimizer.state.get(parameter, {})
-            for moment in MOMENTS:
-                if moment in moments:
-                    tensors[f"{moment_prefix}{moment}.{name}"] = moments[moment]
+            for moment, value in optimizer.state.get(parameter, {}).items():
+                if moment != "step":
+                    tensors[f"{moment_prefix}{moment}.{name}"] = value
+    # An export is a whole model, or adapters alone.
+    if not policy.lora.rank:
+        parameter = next(iter(models[0][2].values()))
+        for name, constant in constants(policy.model).items():
+            tensors[f"policy.{name}"] = as_shard(constant, parameter)
     return tensors
 
 

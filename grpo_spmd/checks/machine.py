@@ -31,7 +31,7 @@ from grpo_spmd.checkpoint.run_dir import (
     list_checkpoints,
     refuse_in_use,
 )
-from grpo_spmd.checks.memory import ITEMSIZE, TRAINED_ITEMSIZE, adapter_shapes, size_text
+from grpo_spmd.checks.memory import ITEMSIZE, adapter_shapes, size_text, trained_bytes
 from grpo_spmd.checks.model_folder import read_package_file, version_of
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
@@ -130,7 +130,8 @@ def check_disk(config: Config) -> None:
     # A checkpoint holds only the parameters that train: with LoRA the adapters.
     shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
     parameters = sum(math.prod(shape) for shape in shapes.values())
-    state, export = TRAINED_ITEMSIZE * parameters, ITEMSIZE[config.model.dtype] * parameters
+    state = trained_bytes(shapes, 1, config.optimizer)
+    export = ITEMSIZE[config.model.dtype] * parameters
     saves = config.training.num_steps // options.every_steps + 1 if options.every_steps else 1
     # A new checkpoint is written before an old one is removed.
     num_kept = min(saves, options.keep + 1 + (options.best_metric is not None))

@@ -26,13 +26,18 @@ from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
 from grpo_spmd.config.rules import met_conditions
-from grpo_spmd.config.schema import ADAPTER_RANKS, POLICY, Config, LoraConfig
+from grpo_spmd.config.schema import (
+    ADAPTER_RANKS,
+    MOMENT_BLOCK,
+    POLICY,
+    Config,
+    LoraConfig,
+    OptimizerConfig,
+)
 from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-# Bytes of a trained parameter: its float32 value and AdamW's two float32 moments.
-TRAINED_ITEMSIZE = 12
 _NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
 # What a judge's prompt has besides its rubric: instructions, marks around texts, chat template.
 _JUDGE_EXTRA_TOKENS = 512
@@ -68,6 +73,27 @@ def shard_numel(shapes: Shapes, num_ranks: int) -> int:
     return sum(
         -(-shape[0] // num_ranks) * math.prod(shape[1:]) for shape in shapes.values() if shape
     )
+
+
+def moment_bytes(shapes: Shapes, num_ranks: int, optimizer: OptimizerConfig) -> int:
+    """Returns the bytes of AdamW's two moments of a full shard.
+
+    They are float32, or codes of a byte with a float32 scale for each block of a matrix' row.
+    """
+    num_bytes = 0
+    for shape in shapes.values():
+        numel = shard_numel({"": shape}, num_ranks)
+        if optimizer.name == "adamw" or len(shape) < 2:
+            num_bytes += 8 * numel
+        else:
+            blocks = -(-shape[-1] // MOMENT_BLOCK)
+            num_bytes += 2 * numel + 8 * blocks * (numel // shape[-1])
+    return num_bytes
+
+
+def trained_bytes(shapes: Shapes, num_ranks: int, optimizer: OptimizerConfig) -> int:
+    """Returns the bytes of a full shard of parameters that train, in float32, and their moments."""
+    return 4 * shard_numel(shapes, num_ranks) + moment_bytes(shapes, num_ranks, optimizer)
 
 
 def adapter_shapes(shapes: Shapes, lora: LoraConfig) -> Shapes:
@@ -160,15 +186,22 @@ class State:
     shard: int
     # The number of parameters that train: those of the shard, or of its LoRA adapters.
     trained: int
+    # The bytes of the moments of the parameters that train.
+    moments: int
     # The bytes of the frozen base model under LoRA adapters; 0 without LoRA.
     base: int
     # The bytes of the reference model; 0 if there is none, or if it is the base.
     reference: int
 
     @property
+    def saved(self) -> int:
+        """The bytes of a checkpoint: parameters that train, and their moments."""
+        return 4 * self.trained + self.moments
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of parameters, moments, base and reference together."""
-        return TRAINED_ITEMSIZE * self.trained + self.base + self.reference
+        return self.saved + self.base + self.reference
 
     @property
     def gradients(self) -> int:
@@ -177,7 +210,7 @@ class State:
 
     def offloaded(self, offload: bool | Literal["optimizer"]) -> int:
         """Returns how many bytes are in host memory while the engine is awake."""
-        return {False: 0, "optimizer": 8 * self.trained, True: self.num_bytes}[offload]
+        return {False: 0, "optimizer": self.moments, True: self.num_bytes}[offload]
 
 
 def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
@@ -187,10 +220,21 @@ def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
     frozen_bytes = ITEMSIZE[config.model.dtype] * shard
     if lora.rank:
         # The reference is the base with its adapters switched off: it costs nothing.
-        adapters = shard_numel(adapter_shapes(model.shapes, lora), ranks)
-        return State(shard=shard, trained=adapters, base=frozen_bytes, reference=0)
-    reference = frozen_bytes if config.loss.kl_coef else 0
-    return State(shard=shard, trained=shard, base=0, reference=reference)
+        adapters = adapter_shapes(model.shapes, lora)
+        return State(
+            shard=shard,
+            trained=shard_numel(adapters, ranks),
+            moments=moment_bytes(adapters, ranks, config.optimizer),
+            base=frozen_bytes,
+            reference=0,
+        )
+    return State(
+        shard=shard,
+        trained=shard,
+        moments=moment_bytes(model.shapes, ranks, config.optimizer),
+        base=0,
+        reference=frozen_bytes if config.loss.kl_coef else 0,
+    )
 
 
 def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) -> tuple[int, int]:
@@ -271,7 +315,10 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
     yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
     explanation = f"{trained:,} x 4 (float32), in the update only"
     yield Row("gradients", size_text(state.gradients), explanation)
-    yield Row("AdamW's moments", size_text(8 * trained), f"{trained:,} x 2 x 4 (float32)")
+    explanation = f"{trained:,} x 2 x 4 (float32)"
+    if config.optimizer.name == "adamw_8bit":
+        explanation = f"{trained:,} x 2 x 1 + a float32 scale for each {MOMENT_BLOCK} of a row"
+    yield Row("AdamW's moments", size_text(state.moments), explanation)
     if state.reference:
         explanation = f"{state.shard:,} x {itemsize} ({dtype})"
         yield Row("reference", size_text(state.reference), explanation)
@@ -281,9 +328,7 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
         explanation = f"while the engine is awake: offload {str(offload).lower()}"
         yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
     explanation = "parameters that train + moments, while a thread writes them"
-    yield Row(
-        "checkpoint's copy in host memory", size_text(TRAINED_ITEMSIZE * trained), explanation
-    )
+    yield Row("checkpoint's copy in host memory", size_text(state.saved), explanation)
     value, explanation = "unknown", _NO_SIZES
     if model.dimensions is not None:
         # Logits, the largest of the activations, exist for one chunk of tokens at a time.

@@ -26,7 +26,6 @@ from typing import Literal, TypeVar
 from grpo_spmd.checks.data import check_prompts_early, load_tokenizer_file
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
-    TRAINED_ITEMSIZE,
     Row,
     engine_tokens,
     is_shared_teacher,
@@ -34,6 +33,7 @@ from grpo_spmd.checks.memory import (
     replica_ranks,
     shard_numel,
     size_text,
+    trained_bytes,
 )
 from grpo_spmd.checks.model_folder import check_model, find_model_folder, num_embeddings
 from grpo_spmd.config.errors import ConfigError
@@ -42,6 +42,7 @@ from grpo_spmd.data.hub import check_reachable
 from grpo_spmd.data.rows import read_rows
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
+    Shapes,
     local_folder,
     read_model,
     refuse_by_config,
@@ -226,10 +227,17 @@ class SideModel:
     key: str
     revision: str | None = None
 
-    def itemsize(self, config: Config) -> int:
-        """Returns the bytes of one parameter between updates."""
+    def num_bytes(self, config: Config, shapes: Shapes, num_ranks: int) -> int:
+        """Returns the bytes of a full shard of these shapes between updates."""
         # A critic trains, so it has optimizer state. The others are frozen.
-        return TRAINED_ITEMSIZE if self.kind == "critic" else ITEMSIZE[config.model.dtype]
+        if self.kind == "critic":
+            return trained_bytes(shapes, num_ranks, config.optimizer)
+        return ITEMSIZE[config.model.dtype] * shard_numel(shapes, num_ranks)
+
+
+def head_shapes(hidden: int) -> Shapes:
+    """Returns the shapes of a value head on hidden states of this size."""
+    return {"weight": (1, hidden), "bias": (1,)}
 
 
 def side_models(config: Config) -> list[SideModel]:
@@ -264,14 +272,16 @@ def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             for name, shape in facts.shapes.items()
             if not is_critic or "lm_head" not in name
         }
-        shard = shard_numel(shapes, replica_ranks(config, num_ranks))
-        size = size_text(model.itemsize(config) * shard)
+        ranks = replica_ranks(config, num_ranks)
+        shard = shard_numel(shapes, ranks)
+        num_bytes = model.num_bytes(config, shapes, ranks)
+        size = size_text(num_bytes)
         use = "while it does not score" if model.kind == "reward model" else "while sampling"
         dtype = "float32, two moments" if is_critic else f"{config.model.dtype}, frozen"
         yield Row(
             model.name,
             size,
-            f"{shard:,} parameters of a shard x {model.itemsize(config)} ({dtype}); in host memory "
+            f"{shard:,} parameters of a shard x {num_bytes / shard:.3g} ({dtype}); in host memory "
             f"{use}",
         )
         if is_critic:
@@ -281,11 +291,13 @@ def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
             yield Row("extra passes of it", "1", "a forward of each completion, engine asleep")
     facts = read_model(config.model.path) if config.critic.is_on_policy else None
     if facts is not None and facts.dimensions is not None:
-        numel = facts.dimensions.hidden + 1
+        hidden = facts.dimensions.hidden
+        num_bytes = trained_bytes(head_shapes(hidden), 1, config.optimizer)
         yield Row(
             "value head and its optimizer",
-            size_text(numel * TRAINED_ITEMSIZE),
-            f"{numel:,} parameters x {TRAINED_ITEMSIZE} on the rank that has its row",
+            size_text(num_bytes),
+            f"{hidden + 1:,} parameters x {num_bytes / (hidden + 1):.3g} on the rank that has its "
+            "row",
         )
 
 

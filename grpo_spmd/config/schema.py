@@ -32,6 +32,8 @@ DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
 # The adapter ranks that vLLM makes room for.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # Trackers, which are also the names of their packages.
+# The columns of a row that share a scale in `optimizer.name: adamw_8bit`.
+MOMENT_BLOCK = 128
 TRACKERS = ("wandb", "tensorboard", "trackio")
 # As teacher.path or critic.path: no model of its own, but the policy. A folder of that name is
 # ./policy.
@@ -528,6 +530,9 @@ class LossConfig:
 class OptimizerConfig:
     """Section `optimizer`: AdamW and its learning rate."""
 
+    name: Literal["adamw", "adamw_8bit"] = "adamw"
+    """adamw: float32 moments, 8 bytes a parameter; adamw_8bit: 8-bit codes with a scale for each
+    block of a row, 2.06 bytes a parameter"""
     lr: NonNegativeFloat = 1e-6
     """learning rate after the warm-up"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

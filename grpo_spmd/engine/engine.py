@@ -53,8 +53,10 @@ from grpo_spmd.engine.start import (
     warn_of_slow_seeds,
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
+from grpo_spmd.model.config_json import is_constant
 from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
 from grpo_spmd.model.families.stored import SavedLayout
+from grpo_spmd.model.lora import hf_name
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
@@ -288,6 +290,11 @@ class RolloutEngine:
         `saved` has what checkpoints have under other names (`Policy.saved`)."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
         return engine_tensors(self._model, hf_names, saved) + adapters
+
+    def constants(self) -> dict[str, Tensor]:
+        """Returns this rank's parameters that are constants of the policy, by name."""
+        parameters = self._model.named_parameters()
+        return {hf_name(name): values for name, values in parameters if is_constant(name)}
 
     def direct_load(self, names: Mapping[str, str], saved: SavedLayout) -> DirectLoad:
         """Returns a DirectLoad of the current layout. Call it only after a proof has passed.

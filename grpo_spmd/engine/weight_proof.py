@@ -24,6 +24,7 @@ from transformers.activations import ACT2FN
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
+from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import (
@@ -90,6 +91,10 @@ def prove_weights(
     for tensor in known_tensors:
         columns = num_columns(parameters[tensor.all_parts[-1].name].shape)
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
+    in_policy = constants(policy.model)
+    for name, values in engine.constants().items():
+        if not torch.equal(values, in_policy[name]):
+            differences[name] = "it is another constant"
     if engine.takes_adapters:
         in_engine = {tensor_part.name for tensor in tensors for tensor_part in tensor.parts}
         for name, _ in named_adapters(policy.model):
@@ -99,18 +104,23 @@ def prove_weights(
     # so only hashes count.
     digest = sum(int(rows.sum()) for view, rows in expected.items() if not view.by_probe)
     on_rank0(lambda digests: _raise_if_replicas_differ(digests, step), digest)
-    num_names = len(_names(views))
+    num_names = len(_names(views)) + len(in_policy)
     on_rank0(lambda by_rank: _raise_if_different(by_rank, num_names, step), differences)
     seconds = time.perf_counter() - start
     if is_first and engine.engine_rank == engine.tp_rank == 0:
         known_names = {tensor.engine_name for tensor in known_tensors}
         unknown = {tensor.engine_name for tensor in tensors} - known_names
-        _log_proof(seconds, views, shards, unknown)
+        _log_proof(seconds, views, shards, unknown=unknown, num_constants=len(in_policy))
     return seconds
 
 
 def _log_proof(
-    seconds: float, views: Sequence[_View], shards: Mapping[str, Shard], unknown: set[str]
+    seconds: float,
+    views: Sequence[_View],
+    shards: Mapping[str, Shard],
+    *,
+    unknown: set[str],
+    num_constants: int,
 ) -> None:
     """Logs how many tensors were compared how, and warns of those that could not be compared."""
     names = _names(views)
@@ -118,7 +128,7 @@ def _log_proof(
     _log.info(
         "weight-sync proof: %.2f s, %d tensors by bytes, %d by probe",
         seconds,
-        len(names - probed),
+        len(names - probed) + num_constants,
         len(probed),
     )
     # A tied lm_head may be in the engine as the embedding alone.

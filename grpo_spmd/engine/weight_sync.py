@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import closing
+from itertools import chain
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.gather import full_tensors, gather_pieces, saved_tensors
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
 from grpo_spmd.model.families.refusals import refuse_unmatched_names
+from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.lora import adapter_shards, base_parameters, gather_adapters, is_adapter
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import Policy, hf_named_parameters, hf_named_shards
@@ -119,7 +122,11 @@ class WeightSync:
         )
         dtype = self._engine.dtype
         with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
-            weights = saved_tensors(full_tensors(pieces, dtype), self._policy.saved)
+            weights = chain(
+                saved_tensors(full_tensors(pieces, dtype), self._policy.saved),
+                # Every rank has them whole, and vLLM keeps them in float32 too.
+                constants(self._policy.model).items(),
+            )
             self._engine.load_weights(weights, step, direct, pieces=pieces)
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
@@ -164,8 +171,14 @@ def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
             synced |= {id(parameters[row_part.name]) for row_part in tensor.all_parts}
         else:
             unknown[tensor.engine_name] = sum(row_part.num_hf_rows for row_part in tensor.all_parts)
+    model_class = type(policy.model).__name__
+    for name in sorted(constants(policy.model).keys() ^ engine.constants().keys()):
+        raise ConfigError(
+            f"model.path: {name}, a constant of {model_class}, is not in both the policy and "
+            "vLLM's model: no sync would bring it"
+        )
     # By parameter: a tied one counts once.
     missing = {
         id(p): (name, num_rows(p.shape)) for name, p in parameters.items() if id(p) not in synced
     }
-    refuse_unmatched_names(type(policy.model).__name__, dict(missing.values()), unknown)
+    refuse_unmatched_names(model_class, dict(missing.values()), unknown)

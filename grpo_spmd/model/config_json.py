@@ -87,6 +87,12 @@ class ModelFacts:
         return dimensions(self.config)
 
 
+def is_constant(name: str) -> bool:
+    """Returns True for a tensor of a checkpoint that nothing trains: the float32 correction bias
+    that GLM4-MoE and DeepSeek-V3 add to the routers' scores."""
+    return name.endswith(".e_score_correction_bias")
+
+
 def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     """Returns the parameters that a token is multiplied with: of a layer's experts those that it
     takes.
@@ -147,8 +153,9 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
         name: tuple(entry["shape"])
         for path in files
         for name, entry in read_header(path).items()
-        # Some checkpoints hold the tied lm_head a second time, or a rotary embedding's buffer.
-        if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+        # Some checkpoints hold the tied lm_head a second time, or buffers.
+        if not (tied and name == "lm_head.weight")
+        and not (is_constant(name) or name.endswith("rotary_emb.inv_freq"))
     }
 
 

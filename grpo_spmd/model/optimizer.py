@@ -1,19 +1,160 @@
-"""The policy's optimizer and its learning rate schedule."""
+"""The policy's optimizer, AdamW with float32 or 8-bit moments, and its learning rate schedule."""
 
 from __future__ import annotations
 
-from torch import nn
-from torch.optim import AdamW
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from grpo_spmd.config.schema import OptimizerConfig
+from grpo_spmd.config.schema import MOMENT_BLOCK, OptimizerConfig
 from grpo_spmd.model.schedule import lr_fraction
+from grpo_spmd.model.sharding import as_matrix
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# The code of a block's largest value, for each moment. The first moment's codes have a sign.
+_LEVELS = (127, 255)
+# Fractional parts of this number's multiples lie evenly between 0 and 1, however many are taken.
+_GOLDEN_RATIO = 0.6180339887498949
+# A step works on so many elements at a time, so that no whole moment exists in float32. On a CPU
+# they stay in its cache.
+_STEP_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
+_EPS = 1e-8
+
+
+class AdamW8bit(Optimizer):
+    """AdamW that stores the moments of matrices as 8-bit codes with a float32 scale for each block.
+
+    The scale is the block's largest |value|, and a code c of at most n is worth (c / n)^2 of it. A
+    block is 128 columns of one row, fewer at the row's end. FSDP2 gives whole rows to ranks, so
+    that nothing depends on the number of ranks. It may cut a vector anywhere: moments of vectors,
+    which are few, stay float32.
+
+    A step moves a mean by less than half a code, so that rounding to the nearest one would often
+    leave it where it is. Codes are rounded up where their fraction is above a threshold that
+    changes from step to step: over the steps, rounding errors cancel out.
+    """
+
+    def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": _EPS, "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Makes one step of every parameter that has a gradient. `closure` must be None."""
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_parameter(parameter, group)
+
+    def _step_parameter(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(initial_state(self, parameter))
+        state["step"] += 1
+        num_steps = int(state["step"])
+        moments = [value for name, value in state.items() if name != "step"]
+        rows = [as_matrix(_local(tensor)) for tensor in (parameter, parameter.grad, *moments)]
+        num_rows = max(1, _STEP_CHUNK[rows[0].device.type] // rows[0].shape[1])
+        for weights, gradient, *stored in zip(*(t.split(num_rows) for t in rows), strict=True):
+            _step_rows(weights, gradient, stored, num_steps=num_steps, group=group)
+
+
+def _step_rows(
+    weights: Tensor,
+    gradient: Tensor,
+    moments: list[Tensor],
+    *,
+    num_steps: int,
+    group: dict[str, Any],
+) -> None:
+    """Makes AdamW's step on some rows [rows, columns], in place. `moments` are the two means, or
+    codes and scales of the first and of the second.
+
+    Each operation rounds once, so that no result depends on how a kernel splits the rows: with
+    `alpha`, `lerp` or `addcdiv` it would be the compiler's choice."""
+    half = len(moments) // 2
+    means = [
+        _move_mean(stored, values, beta=beta, levels=levels, num_steps=num_steps)
+        for stored, values, beta, levels in zip(
+            (moments[:half], moments[half:]),
+            (gradient, gradient.square()),
+            group["betas"],
+            _LEVELS,
+            strict=True,
+        )
+    ]
+    size = means[1].sqrt_().add_(group["eps"])
+    weights.mul_(1 - group["lr"] * group["weight_decay"])
+    weights.sub_(means[0].div_(size).mul_(group["lr"]))
+
+
+def _move_mean(
+    stored: list[Tensor], values: Tensor, *, beta: float, levels: int, num_steps: int
+) -> Tensor:
+    """Moves a running mean towards `values` and stores it. Returns it without its bias to 0.
+
+    `stored` is the mean alone, or its codes and scales."""
+    mean = stored[0] if len(stored) == 1 else _decode(stored[0], stored[1], levels)
+    mean.mul_(beta).add_(values * (1 - beta))
+    if len(stored) > 1:
+        _encode(mean, *stored, levels=levels, threshold=num_steps * _GOLDEN_RATIO % 1)
+    return mean / (1 - beta**num_steps)
+
+
+def _decode(codes: Tensor, scales: Tensor, levels: int) -> Tensor:
+    """Returns the values [rows, columns] of codes."""
+    fractions = codes.float().div_(levels)
+    return (fractions * fractions.abs()).mul_(_by_column(scales, codes))
+
+
+def _encode(
+    values: Tensor, codes: Tensor, scales: Tensor, *, levels: int, threshold: float
+) -> None:
+    """Writes values [rows, columns] as codes and scales."""
+    sizes = values.abs()
+    padded = nn.functional.pad(sizes, (0, -values.shape[1] % MOMENT_BLOCK))
+    scales.copy_(padded.unflatten(1, (-1, MOMENT_BLOCK)).amax(2))
+    # A block of zeros has scale 0.
+    divisors = scales.clamp_min(torch.finfo(torch.float32).tiny)
+    steps = sizes.div_(_by_column(divisors, codes)).sqrt_().mul_(levels)
+    # A square that became 0 below a mean that did not would make a huge step.
+    lowest = 0 if codes.dtype.is_signed else 1
+    steps.add_(threshold).floor_().clamp_(lowest, levels)
+    codes.copy_(steps.copysign_(values))
+
+
+def _by_column(scales: Tensor, codes: Tensor) -> Tensor:
+    """Returns a scale for each code [rows, columns] from the scales [rows, blocks]."""
+    return scales.repeat_interleave(MOMENT_BLOCK, dim=1)[:, : codes.shape[1]]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def initial_state(optimizer: Optimizer, parameter: Tensor, num_steps: int = 0) -> dict[str, Tensor]:
+    """Returns a parameter's state in the optimizer after `num_steps` steps, with moments of 0."""
+    # The fused kernel needs the count on the device, and a count on the host is read at once.
+    is_coded = isinstance(optimizer, AdamW8bit)
+    state = {"step": torch.tensor(float(num_steps), device="cpu" if is_coded else parameter.device)}
+    for name, dtype in zip(MOMENTS, (torch.int8, torch.uint8), strict=True):
+        if is_coded and parameter.ndim > 1:
+            state[name] = torch.zeros_like(parameter, dtype=dtype)
+            # One for each block of columns.
+            state[f"{name}_scale"] = torch.zeros_like(parameter[..., ::MOMENT_BLOCK])
+        else:
+            state[name] = torch.zeros_like(parameter)
+    return state
 
 
 def build_optimizer(
     policy: nn.Module, config: OptimizerConfig, num_steps: int = 1
-) -> tuple[AdamW, LambdaLR]:
-    """Returns AdamW over the trainable parameters, and its schedule.
+) -> tuple[Optimizer, LambdaLR]:
+    """Returns the optimizer of the trainable parameters, and its schedule.
 
     Weight decay applies to matrices only, not to norms and biases. `num_steps` are the optimizer
     steps of the whole run; a constant schedule does not need them."""
@@ -22,17 +163,18 @@ def build_optimizer(
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=config.betas,
+    groups = [group for group in groups if group["params"]]
+    optimizer: Optimizer
+    if config.name == "adamw_8bit":
+        optimizer = AdamW8bit(groups, lr=config.lr, betas=config.betas)
+    else:
         # On CUDA torch's default holds one more float32 shard in a step; the fused kernel does not.
-        fused=True if parameters[0].is_cuda else None,
-    )
+        fused = True if parameters[0].is_cuda else None
+        optimizer = AdamW(groups, lr=config.lr, betas=config.betas, fused=fused)
     return optimizer, LambdaLR(optimizer, lambda step: lr_fraction(config, step, num_steps))
 
 
-def resume_schedule(optimizer: AdamW, schedule: LambdaLR, num_updates: int) -> None:
+def resume_schedule(optimizer: Optimizer, schedule: LambdaLR, num_updates: int) -> None:
     """Sets the learning rate of the step that follows `num_updates` optimizer steps."""
     rates = [base * schedule.lr_lambdas[0](num_updates) for base in schedule.base_lrs]
     schedule.load_state_dict(schedule.state_dict() | {"last_epoch": num_updates, "_last_lr": rates})

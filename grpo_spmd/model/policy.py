@@ -33,7 +33,13 @@ from grpo_spmd.model.config_json import head_dim, num_active_parameters
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
-from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, read_rows, saved_layout
+from grpo_spmd.model.families.stored import (
+    SavedLayout,
+    SavedTensor,
+    constants,
+    read_rows,
+    saved_layout,
+)
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
@@ -213,6 +219,7 @@ def build_policy(
     initialise_buffers(policy.model)
     fix_rotary_factors(policy.model, max_rollout_tokens)
     load_weights(hf_named_parameters(policy), folder, stored)
+    load_weights(constants(policy.model).items(), folder)
     lora.initialise_adapters(policy.model, seed)
     adapters = ""
     if has_adapters:
@@ -345,17 +352,17 @@ def load_weights(
 ) -> None:
     """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
 
-    `parameters` are DTensors with their HF names; `stored` says where those are that the files do
-    not have under these names.
+    `parameters` are DTensors with their HF names, or plain tensors, which are read whole; `stored`
+    says where those are that the files do not have under these names.
     Raises ConfigError for a tensor that is missing, has another shape, or has a value that is not
     finite."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
-        assert isinstance(parameter, DTensor), hf_name
-        local = parameter.to_local()
+        local, start = parameter, 0
+        if isinstance(parameter, DTensor):
+            local, start = parameter.to_local(), first_matrix_row(parameter)
         whole = SavedTensor(hf_name, 0, tuple(parameter.shape))
         for saved in (stored or {}).get(hf_name, [whole]):
-            start = first_matrix_row(parameter)
             read_rows(saved, files, folder, rows=as_matrix(local), start=start)
         # Else the first weight sync would look broken: NaN is not equal to itself.
         if not local.isfinite().all():

@@ -95,6 +95,21 @@ def first_matrix_row(parameter: DTensor) -> int:
     return first_row(parameter) * parameter.shape[1:-1].numel()
 
 
+def as_shard(whole: Tensor, parameter: DTensor) -> DTensor:
+    """Returns a whole tensor, the same on all ranks, as sharded in the way that `parameter` is. It
+    shares memory with this rank's rows."""
+    rows = -(-len(whole) // num_shards(parameter))
+    start = parameter.device_mesh.get_local_rank("shard") * rows
+    return DTensor.from_local(
+        whole[start : start + rows],
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=whole.shape,
+        stride=whole.stride(),
+    )
+
+
 def is_first_replica(parameter: DTensor) -> bool:
     """Returns True unless this rank's shard is a copy of an earlier rank's."""
     mesh = parameter.device_mesh

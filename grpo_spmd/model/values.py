@@ -37,7 +37,7 @@ from grpo_spmd.model.families.refusals import (
     refuse_untrainable,
     trainable_config,
 )
-from grpo_spmd.model.families.stored import saved_layout, stored_layout
+from grpo_spmd.model.families.stored import constants, saved_layout, stored_layout
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
@@ -125,6 +125,7 @@ def build_value_model(
     fix_rotary_factors(model.backbone, max_rollout_tokens)
     prefix = next(name for name, module in hf_model.named_modules() if module is model.backbone)
     load_weights(model.backbone.named_parameters(prefix), folder, stored)
+    load_weights(constants(model.backbone, prefix).items(), folder)
     head_name = next((name for name in VALUE_HEADS if f"{name}.weight" in files), None)
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
@@ -320,6 +321,7 @@ def build_reward_model(
         model.to_empty(device=session.device)
         initialise_buffers(model.model)
         load_weights(model.model.named_parameters(), files.folder, stored)
+        load_weights(constants(model.model).items(), files.folder)
     _log.info(
         "reward model %r: %s, %.1f M parameters",
         files.name,

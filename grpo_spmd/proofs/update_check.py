@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.config.schema import OptimizerConfig
+from grpo_spmd.config.schema import MOMENT_BLOCK, OptimizerConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
@@ -320,12 +320,15 @@ def _combine(
 
 # The epsilon in AdamW's denominator.
 _EPS = 1e-8
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+# The moments, and the 8-bit code of a block's largest value in each.
+_MOMENTS = {"exp_avg": 127, "exp_avg_sq": 255}
 # Relative differences of a moment and of a step. 1e-7 and 1e-4 were measured.
 _MOMENTS_BOUND = 1e-4
 _STEP_BOUND = 1e-2
 # The rounding of a float32 weight, relative to the weight.
 _ROUNDING = 2e-7
+# A code may be the next one where the value lies so near, in codes, to the threshold between both.
+_CODE_ROUNDING = 1e-2
 
 
 @dataclass
@@ -394,7 +397,17 @@ class AdamwCheck:
         """Returns the optimizer's moments of a parameter on the host; torch creates them at the
         first step."""
         state = self._updater.optimizer.state.get(parameter, {})
-        return {key: _to_host(state.get(key, torch.zeros_like(parameter))) for key in _MOMENTS}
+        moments = {}
+        for key, levels in _MOMENTS.items():
+            moments[key] = _to_host(state.get(key, torch.zeros_like(parameter)))
+            if state and self._is_coded(parameter):
+                scales = _of_columns(_to_host(state[f"{key}_scale"]), parameter)
+                moments[key] = moments[key].sign() * (moments[key] / levels) ** 2 * scales
+        return moments
+
+    def _is_coded(self, parameter: DTensor) -> bool:
+        """True if the config asks for 8-bit codes of this parameter's moments."""
+        return self._config.name == "adamw_8bit" and parameter.ndim > 1
 
     def begin(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators, and that no gradient is left from before."""
@@ -452,17 +465,54 @@ class AdamwCheck:
         error = max(0.0, float((weights - shadow.weights).norm()) - rounding)
         size = float((shadow.weights - previous).norm())
         self._check_size(f"the step of AdamW on {shadow.name}", error, size, bound=_STEP_BOUND)
-        for key, moment in self._moments(shadow.parameter).items():
+        moments = self._moments(shadow.parameter)
+        is_coded = self._is_coded(shadow.parameter)
+        for key, moment in moments.items():
             expected = shadow.moments[key]
+            if is_coded and self._num_updates:
+                self._compare_codes(shadow, key)
+                continue
             self._check_size(
                 f"AdamW's {key} of {shadow.name}",
                 float((moment - expected).norm()),
                 float(expected.norm()),
                 bound=_MOMENTS_BOUND,
             )
-        # The next step starts from the trainer's weights: rounding of several steps must not add
-        # up.
+        # The next step starts from the trainer's weights and codes: rounding of several steps must
+        # not add up.
         shadow.weights = weights
+        if is_coded:
+            shadow.moments = moments
+
+    def _compare_codes(self, shadow: _Shadow, key: str) -> None:
+        """Compares the codes and scales of a moment with those that its shadow should get."""
+        state = self._updater.optimizer.state[shadow.parameter]
+        codes = _to_host(state[key])
+        scales = _to_host(state[f"{key}_scale"])
+        expected = shadow.moments[key]
+        levels = _MOMENTS[key]
+        blocks = expected.abs().split(MOMENT_BLOCK, dim=-1)
+        largest = torch.stack([block.amax(-1) for block in blocks], dim=-1)
+        subject = f"AdamW's {key}_scale of {shadow.name}"
+        error = float((scales - largest).norm())
+        self._check_size(subject, error, float(largest.norm()), bound=_MOMENTS_BOUND)
+        # Where a block is 0 so are its codes.
+        share = expected.abs() / _of_columns(largest, shadow.parameter).clamp_min(1e-38)
+        # Codes are rounded up above a threshold that each step moves (AdamW8bit).
+        offset = self._num_updates * 0.6180339887498949 % 1
+        lowest = int(key == "exp_avg_sq")
+        low, high = (
+            ((share + rounding * 1e-4).clamp_min(0).sqrt() * levels + offset + rounding)
+            .floor()
+            .clamp(lowest, levels)
+            for rounding in (-_CODE_ROUNDING, _CODE_ROUNDING)
+        )
+        is_wrong = (codes.abs() < low) | (codes.abs() > high) | ((codes * expected < 0) & (low > 0))
+        if is_wrong.any():
+            self.result.errors.append(
+                f"{int(is_wrong.sum())} of {codes.numel()} 8-bit codes of AdamW's {key} of "
+                f"{shadow.name} are others"
+            )
 
     def _check_size(self, subject: str, error: float, size: float, bound: float) -> None:
         """Compares an error with `bound`, relative to the size of what is compared."""
@@ -504,6 +554,11 @@ def _learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
         "cosine": math.cos(angle) ** 2,
     }[config.schedule]
     return fraction * config.lr + (1 - fraction) * config.min_lr
+
+
+def _of_columns(scales: Tensor, parameter: DTensor) -> Tensor:
+    """Returns the scale of each column [..., columns] from those of the blocks [..., blocks]."""
+    return scales[..., torch.arange(parameter.shape[-1]) // MOMENT_BLOCK]
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -242,6 +242,7 @@ def test_other_numbers_of_ranks_go_on_within_rounding(uninterrupted: Path, model
             "data.chat_template_kwargs (None) was {}",
         ),
         ("model.lora.rank=4", "model.lora.rank (4) was 0"),
+        ("optimizer.name=adamw_8bit", "optimizer.name (adamw_8bit) was adamw"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused_before_torch(
@@ -271,11 +272,14 @@ def test_another_model_or_other_data_are_refused(uninterrupted: Path, model: Pat
     assert "data.train gives other prompts" in output
 
 
-@pytest.mark.parametrize("adapters", [0, 4])
-def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) -> None:
+@pytest.mark.parametrize(
+    ("adapters", "optimizer"), [(0, "adamw"), (4, "adamw"), (0, "adamw_8bit"), (4, "adamw_8bit")]
+)
+def test_every_tensor_at_every_number_of_ranks(
+    tmp_path: Path, adapters: int, optimizer: str
+) -> None:
     """Saved by 2 x 2 ranks (replicas x shards): loaded by 1 and by 3 all tensors have every bit,
-    also where neither
-    divides the rows."""
+    also where neither divides the rows. With 8-bit moments 1 and 3 ranks also compute them so."""
     model = make_model(tmp_path / "model", "qwen2", tied=False)
     for name in (
         "manifest.json",
@@ -283,7 +287,8 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
     ):  # a model folder may be another run's last checkpoint
         (model / name).write_text("{}")
     sections: dict[str, Any] = {
-        "model": {"path": str(model), "dtype": "float32", "lora": {"rank": adapters}}
+        "model": {"path": str(model), "dtype": "float32", "lora": {"rank": adapters}},
+        "optimizer": {"lr": 1e-2, "name": optimizer},
     }
     config = write_config(tmp_path, model, **sections)
     folder = tmp_path / "run/checkpoints/step_000002"
@@ -305,7 +310,16 @@ def test_every_tensor_at_every_number_of_ranks(tmp_path: Path, adapters: int) ->
         assert [
             line for line in loaded if line.startswith(("lr", "policy.", "exp_avg", "steps"))
         ] == wanted
-    if not adapters:
+    if optimizer == "adamw_8bit":
+        assert sum(line.startswith("exp_avg_sq_scale.") for line in wanted) > 10, wanted
+        for num_ranks in (1, 3):
+            arguments = ("save", str(folder.with_name("step_000002")), str(config), "1")
+            folder.rename(folder.with_name(f"by_{num_ranks}"))
+            computed = run_worker(num_ranks, "checkpoint", *arguments).splitlines()
+            assert [
+                line for line in computed if line.startswith(("policy.", "exp_avg", "steps"))
+            ] == [line for line in wanted if not line.startswith("lr")]
+    elif not adapters:
         second = write_config(
             tmp_path,
             make_model(tmp_path / "other", "qwen2", tied=False, vocab_size=98),

@@ -66,16 +66,18 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(
 # Offload
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("num_ranks", "optimizer"), [(1, "adamw"), (2, "adamw"), (2, "adamw_8bit")]
+)
 def test_three_steps_with_offload_equal_those_without_to_the_bit(
-    tmp_path: Path, model: Path, num_ranks: int
+    tmp_path: Path, model: Path, num_ranks: int, optimizer: str
 ) -> None:
     sections: dict[str, Any] = {
         "data": {"max_prompt_tokens": 9},
         "rollout": {"num_prompts_per_step": 6, "group_size": 4, "max_completion_tokens": 28},
         "training": {"num_mini_batches": 2, "max_tokens_per_micro_batch": 100},
         "loss": {"kl_coef": 0.1},
-        "optimizer": {"lr": 1e-3},
+        "optimizer": {"lr": 1e-3, "name": optimizer},
     }
     output = run_worker(num_ranks, "offload", str(write_config(tmp_path, model, **sections)))
     assert output.count(": equal") == num_ranks

@@ -132,8 +132,15 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
     variants = len(VARIANTS) - (num_ranks != COMPILED_AT) if setting == "as configured" else 0
     assert len(actual) == len(SPLITS) - (num_ranks == 3) + variants + replicated
     assert (REPLICATED in actual) == replicated
+    compare_updates(actual, reference, setting)
+
+
+def compare_updates(
+    updates: dict[str, dict[str, Any]], reference: dict[str, Any], setting: str
+) -> None:
+    """Asserts that each update, by split, is that of `reference`."""
     bound = 1e-5 if setting == SEVERAL_STEPS else 1e-6
-    for split, result in actual.items():
+    for split, result in updates.items():
         for exact in ("loss_tokens", "updates", "mismatch_tokens"):
             assert result[exact] == reference[exact], split
         for name in ("loss", "grad_norm"):
@@ -150,6 +157,35 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
         ):
             for name, expected in expected_gradients.items():
                 assert relative_difference(gradients[name], expected) < 5 * bound, (split, name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen3_moe",
+        "glm4_moe",
+        *(pytest.param(n, marks=pytest.mark.nightly) for n in ("qwen2_moe", "mixtral", "olmoe")),
+    ],
+)
+def test_the_update_of_experts_does_not_depend_on_the_split(tmp_path: Path, family: str) -> None:
+    """On 1, 2 and 3 ranks, of 6 experts, some of which get no token of a row."""
+    tied = family == "qwen3_moe"
+    for name, seed in (("model", 0), ("reference", 1)):
+        make_model(tmp_path / name, family, tied=tied, seed=seed)
+    config = write_config(tmp_path, tmp_path / "model", **SECTIONS)
+    settings = ("as configured", SEVERAL_STEPS)
+    results: dict[int, Results] = {}
+    for num_ranks in (1, 2, 3):
+        out = tmp_path / f"ranks_{num_ranks}.pt"
+        files = str(config), str(tmp_path / "reference"), str(out)
+        run_worker(num_ranks, "update", *files, *settings)
+        results[num_ranks] = torch.load(out, weights_only=True)
+    for num_ranks, by_setting in results.items():
+        for setting in settings:
+            updates = {split: r for (of, split), r in by_setting.items() if of == setting}
+            assert len(updates) >= 2
+            assert (REPLICATED in updates) == (num_ranks == 2)
+            compare_updates(updates, results[1][setting, ONE_ROW], setting)
 
 
 def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:

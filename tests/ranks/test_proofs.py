@@ -38,7 +38,7 @@ def test_every_planted_fault_is_seen_and_nothing_else(
 
 
 @pytest.mark.parametrize(
-    ("part", "message"), [("faults", "34 faults seen"), ("clean", "25 clean updates pass")]
+    ("part", "message"), [("faults", "37 faults seen"), ("clean", "26 clean updates pass")]
 )
 def test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit(
     tmp_path: Path, part: str, message: str

@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
-EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe")
+EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.
 _LAYERS = ["sliding_attention", "full_attention"]
@@ -31,6 +31,14 @@ _APART: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts_per_tok": 2, "num_experts": 6},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 6, "sliding_window": None},
     "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 6},
+    "glm4_moe": {
+        **_EXPERTS,
+        "n_routed_experts": 6,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,  # the first layer has no experts
+        "routed_scaling_factor": 1.5,
+        "use_qk_norm": True,
+    },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
         "original_max_position_embeddings": 16,
@@ -79,7 +87,7 @@ def make_model(
         **overrides,
     }
     if family not in (
-        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe"),
+        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe", "glm4_moe"),
     ):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # from which most take the size of a head
@@ -94,7 +102,8 @@ def make_model(
     config = CONFIG_MAPPING[family](**sizes)
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        constants = [pair for pair in model.named_buffers() if pair[0].endswith("correction_bias")]
+        for name, parameter in [*model.named_parameters(), *constants]:
             if parameter.ndim == 1:  # norms at 1 and biases at 0 would hide one that was not loaded
                 parameter.add_(
                     0.1

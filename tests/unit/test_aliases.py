@@ -174,8 +174,8 @@ def test_a_section_of_theirs_is_answered_by_the_first_key_in_it_that_has_a_name_
         ),
         ("group_sise", "group_sise: unknown key; did you mean rollout.group_size?"),
         ("lr", "lr: unknown key; did you mean optimizer.lr?"),
-        ("optimizer.name", "optimizer.name: unknown key; --help lists them all"),
-        ("name", "name: unknown key; --help lists them all"),
+        ("optimizer.kind", "optimizer.kind: unknown key; --help lists them all"),
+        ("name", "name: unknown key; did you mean optimizer.name?"),
         (
             "rollout.min_completion_tokens",
             "rollout.min_completion_tokens: unknown key; --help lists them all",

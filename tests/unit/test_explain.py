@@ -102,6 +102,7 @@ def test_an_override_of_a_whole_section_leaves_no_line_of_the_file(tmp_path: Pat
     inputs = {"rewards.0.name": "command line", "rewards.0.args.pattern": "command line"}
     assert rewards_values == dict.fromkeys(rewards_values, "default") | inputs
     assert {name: source for name, source in sources.items() if name.startswith("optimizer")} == {
+        "optimizer.name": "default",
         "optimizer.lr": "command line",
         "optimizer.schedule": "default",
         "optimizer.min_lr": "default",

@@ -73,6 +73,7 @@ def tiny_config(
     "overrides",
     [
         ["model.offload=true"],
+        ["model.offload=optimizer", "optimizer.name=adamw_8bit"],
         [
             "model.dtype=bfloat16",
             "model.lora.rank=4",

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.config_json import is_constant
 from grpo_spmd.model.hf_files import first_line, load_config
 
 _log = logging.getLogger("grpo_spmd")
@@ -99,7 +100,11 @@ def initialise_buffers(model: Any) -> None:
     """Fills the buffers that no checkpoint holds (rotary frequencies) as HF does.
 
     Raises ConfigError if one stays unfilled."""
-    buffers = {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+    buffers = {
+        name: buffer
+        for name, buffer in model.named_buffers()
+        if buffer.is_floating_point() and not is_constant(name)
+    }
     for buffer in buffers.values():
         buffer.fill_(torch.nan)
     owners = {name.rpartition(".")[0] for name in buffers}
@@ -108,7 +113,7 @@ def initialise_buffers(model: Any) -> None:
             model._init_weights(module)
     # Looked up again: HF may have replaced a buffer.
     for name, buffer in model.named_buffers():
-        if buffer.is_floating_point() and buffer.isnan().any():
+        if name in buffers and buffer.isnan().any():
             raise ConfigError(
                 f"model.path: do not know how to fill buffer {name} of {type(model).__name__}"
             )

@@ -21,10 +21,16 @@ from transformers.pytorch_utils import Conv1D
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import read_header
 from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_starts
-from grpo_spmd.model.config_json import head_dim, refuse_by_config
+from grpo_spmd.model.config_json import head_dim, is_constant, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
-from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, saved_layout, stored_layout
+from grpo_spmd.model.families.stored import (
+    SavedLayout,
+    SavedTensor,
+    constants,
+    saved_layout,
+    stored_layout,
+)
 from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
@@ -111,7 +117,7 @@ def refuse_structure(model: Any, path: str) -> None:
     # A buffer that is saved with the model is part of what it computes, and no optimizer moves it.
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name, buffer in model.state_dict().items():
-        if name not in parameters and buffer.is_floating_point():
+        if name not in parameters and buffer.is_floating_point() and not is_constant(name):
             raise ConfigError(
                 f"model.path: {path} has {name} in its checkpoint, which is no parameter: the "
                 "weight sync would not bring it to the engine"
@@ -158,6 +164,7 @@ def refuse_tensors(model: Any, folder: Path, saved: SavedLayout) -> SavedLayout:
         for name, parameter in model.named_parameters()
         for tensor in layout.get(name, [SavedTensor(name, 0, tuple(parameter.shape))])
     }
+    shapes |= {name: list(constant.shape) for name, constant in constants(model).items()}
     for name, shape in shapes.items():
         entry = stored.get(name)
         if entry is not None and entry["dtype"] not in _FORMATS:

@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.config_json import is_constant
 from grpo_spmd.model.families.build import build_hf_model
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import as_matrix, num_rows
@@ -54,6 +55,13 @@ def build_on_meta(path: str) -> Any:
 def has_experts(model: Any) -> bool:
     """Returns True if a parameter has the matrices of several experts."""
     return any(parameter.dim() == 3 for parameter in model.parameters())
+
+
+def constants(model: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Returns the model's constants, by name: buffers that a checkpoint holds, alike on all
+    ranks."""
+    buffers = model.named_buffers(prefix)
+    return {name: buffer for name, buffer in buffers if is_constant(name)}
 
 
 def saved_layout(model: Any) -> SavedLayout:

@@ -31,7 +31,6 @@ from packaging.specifiers import SpecifierSet
 from grpo_spmd import __version__
 from grpo_spmd.checks.machine import VLLM
 from grpo_spmd.checks.memory import (
-    TRAINED_ITEMSIZE,
     engine_backup,
     engine_weights,
     size_text,
@@ -558,7 +557,7 @@ def _rank_memory(target: Target) -> dict[str, float]:
     if config is None or model is None:
         return sizes
     state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
-    sizes["the checkpoint's copy"] = TRAINED_ITEMSIZE * state.trained
+    sizes["the checkpoint's copy"] = state.saved
     # Without GPUs, trainer and engine are in host memory all the time.
     if not target.num_gpus:
         sizes["state and gradients"] = state.num_bytes + state.gradients

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.memory import (
-    TRAINED_ITEMSIZE,
     engine_backup,
     engine_tokens,
     engine_weights,
@@ -34,9 +33,10 @@ from grpo_spmd.checks.memory import (
     sequences_of_engine,
     shard_numel,
     sync_buffers,
+    trained_bytes,
 )
 from grpo_spmd.checks.model_folder import folder_with_config
-from grpo_spmd.checks.signals import Kind, SideModel, side_models
+from grpo_spmd.checks.signals import Kind, SideModel, head_shapes, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import decided
 from grpo_spmd.config.schema import (
@@ -59,6 +59,7 @@ from grpo_spmd.tools.plan.step_time import (
     CONTEXT,
     GIB,
     RECOMPUTED,
+    STEP_BYTES,
     Case,
     engine_activations,
     engine_places,
@@ -151,12 +152,12 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
         scoring, update = peaks.scoring.copy(), peaks.update.copy()
         del scoring["logits"], update["logits"]
         peaks = Peaks(scoring, update)
-    shard = shard_numel(facts.shapes, replica_ranks(config, case.num_ranks))
+    ranks = replica_ranks(config, case.num_ranks)
     return PlannedModel(
         side=side,
         facts=facts,
-        num_bytes=side.itemsize(config) * shard,
-        gradients=4 * shard * trains,
+        num_bytes=side.num_bytes(config, facts.shapes, ranks),
+        gradients=4 * shard_numel(facts.shapes, ranks) * trains,
         peaks=peaks,
         answers=teacher_answers(replace(case, model=facts), side),
     )
@@ -238,7 +239,8 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
     if not config.critic.is_on_policy:
         return peaks
     num_tokens = sum(completion for _, completion in lengths)
-    num_bytes = (TRAINED_ITEMSIZE + 4) * (hidden + 1) + 4 * hidden * num_tokens
+    num_bytes = trained_bytes(head_shapes(hidden), 1, config.optimizer)
+    num_bytes += 4 * (hidden + 1) + 4 * hidden * num_tokens
     head = Usage({"value head": num_bytes})
     return Peaks(peaks.scoring + head, peaks.update + head)
 
@@ -270,7 +272,9 @@ def add_time(
         if kind == "critic":
             # A backward pass costs two forward passes.
             passes = 3 + RECOMPUTED[case.config.model.recompute]
-            adamw = ADAMW_BYTES * model.gradients / 4 / case.speed.memory
+            adamw = (
+                ADAMW_BYTES[case.config.optimizer.name] * model.gradients / 4 / case.speed.memory
+            )
             seconds["update"] += training.num_epochs * passes * forward
             seconds["update"] += training.num_optimizer_steps * adamw
     return seconds
@@ -375,7 +379,7 @@ def make_plan(case: Case, folder: Path) -> Plan:
     peaks = merge_peaks(peaks, models, shared_answers(case))
     cache = kv_cache(case)
     copied = [model.num_bytes for model in models if model.side.kind == "critic"]
-    host = Usage({"checkpoint's copy": TRAINED_ITEMSIZE * state.trained + sum(copied)})
+    host = Usage({"checkpoint's copy": state.saved + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
     host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
     for model in models:
@@ -461,7 +465,7 @@ def plan_phases(
     fixed["CUDA graphs, workspaces"] = graph_bytes(case)
     policy = Usage(policy=4 * state.trained, base=state.base)
     reference = Usage(reference=state.reference)
-    trainer = policy + Usage(moments=8 * state.trained) + reference
+    trainer = policy + Usage(moments=state.moments) + reference
     # The trainer's tensors that stay on the device while the engine is awake (`awake`), and while
     # the weight sync reads the policy (`in_sync`).
     awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
@@ -473,8 +477,11 @@ def plan_phases(
     buffers["layer in load"] = layer_in_reload(case)
     sampling = awake + engine + Usage({"KV cache": max(0, cache.num_bytes)})
     sampling["engine's activations"] = engine_activations(case)
-    # Fused AdamW, as on a GPU, needs all gradients at one time, and allocates nothing itself.
-    update = max(peaks.update, Usage(gradients=state.gradients), key=Usage.total)
+    # AdamW needs all gradients at one time. The fused one, as on a GPU, allocates nothing itself.
+    step = Usage(gradients=state.gradients)
+    if config.optimizer.name == "adamw_8bit":
+        step["optimizer's chunk"] = STEP_BYTES
+    update = max(peaks.update, step, key=Usage.total)
     scored = [
         # The engine sleeps while reward models score, one after the other.
         awake + Usage({model.side.name: model.num_bytes}) + with_fragmentation(model.peaks.scoring)

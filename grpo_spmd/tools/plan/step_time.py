@@ -70,8 +70,12 @@ RANKS_PER_NODE = 8
 # this is its slow end. To prepare and launch a step is thought to take the V2 runner 1.5 to 3 ms.
 ENGINE_STEP_S = 0.002
 ENGINE_SEQUENCE_S = 20e-6
-# Bytes that AdamW reads and writes for each parameter.
-ADAMW_BYTES = 28
+# Bytes that AdamW reads and writes for each parameter: fused, or the operations of 8-bit moments,
+# counted one by one.
+ADAMW_BYTES = {"adamw": 28, "adamw_8bit": 430}
+# The bytes of one chunk of a step with 8-bit moments (model/optimizer.py): six float32 tensors and
+# a few scales.
+STEP_BYTES = 25 * 2**22
 # Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
 RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
 
@@ -328,7 +332,8 @@ def step_time(case: Case, num_running: int) -> dict[str, float]:
     """
     config, state, speed = case.config, case.state, case.speed
     offload = state.offloaded(config.model.offload) / (case.card.host_gb_s * 1e9)
-    adamw = ADAMW_BYTES * state.trained / speed.memory * config.training.num_optimizer_steps
+    adamw = ADAMW_BYTES[config.optimizer.name] * state.trained / speed.memory
+    adamw *= config.training.num_optimizer_steps
     return {
         "weight_sync": _sync_s(case) + offload,
         "rollout": _rollout_s(case, num_running),

@@ -161,16 +161,21 @@ class Trials:
         )
 
     def values(self) -> Any:
-        """Updates in float32, with adapters, and of experts: distances from those on the CPU."""
+        """Updates in float32, with adapters, with 8-bit moments, and of experts: distances from
+        those on the CPU."""
         result = {}
         experts = make_model(Path(self.config.run_dir, "experts"), "qwen3_moe", tied=True)
         variants: dict[str, dict[str, Any]] = {
             "float32": {},
             "adapters": {"lora": {"rank": 4}},
+            "8-bit moments": {},
             "experts": {"path": str(experts), "dtype": "bfloat16"},
         }
         for name, changes in variants.items():
             config = with_model(self.config, **changes)
+            if name == "8-bit moments":
+                coded = dataclasses.replace(config.optimizer, name="adamw_8bit")
+                config = dataclasses.replace(config, optimizer=coded)
             on_cpu = self.updated(config, self.session(device=CPU))[2]
             result[name] = _distances(on_cpu, self.updated(config, self.session())[2])
         return result

@@ -24,6 +24,7 @@ from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout, SyncStats
 from tests.support.full_tensors import gather_full_tensors
@@ -80,20 +81,26 @@ def faults_are_seen(policy: Policy, engine: RolloutEngine) -> int:
     """The engine is given wrong experts of the last layer, each time one fault; returns how
     many."""
     clean = dict(gather_full_tensors(policy, engine.dtype, 1 << 20, SyncStats()))
+    clean |= constants(policy.model)
     names = {leaf: next(n for n in reversed(clean) if n.endswith(leaf)) for leaf in _LEAVES}
-    for leaf, change in FAULTS:
+    faults = list(FAULTS)
+    if constants(policy.model):
+        names |= {"bias": next(iter(constants(policy.model)))}
+        faults += [("bias", one_bias_moved)]
+    for leaf, change in faults:
         name = names[leaf]
         _load(policy, engine, {**clean, name: change(clean[name].clone())})
         try:
             prove_weights(policy, engine, 1)
         except Rank0Error as error:
-            assert names["down_proj"] in str(error), error  # noqa: PT017
+            seen = name if leaf == "bias" else names["down_proj"]
+            assert seen in str(error), error  # noqa: PT017
             assert "in 1 of" in str(error), error  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {change.__name__}")
         _load(policy, engine, clean)
         prove_weights(policy, engine, 1)
-    return len(FAULTS)
+    return len(faults)
 
 
 _LEAVES = "gate_up_proj", "down_proj"
@@ -114,6 +121,12 @@ def one_row_moved(matrices: Tensor) -> Tensor:
     """By a step of the size that an optimizer makes in a few updates."""
     matrices[-1, -1] *= 1.001
     return matrices
+
+
+def one_bias_moved(bias: Tensor) -> Tensor:
+    """By the last bit of float32."""
+    bias[-1] = torch.nextafter(bias[-1], bias.new_tensor(torch.inf))
+    return bias
 
 
 FAULTS: list[tuple[str, Callable[[Tensor], Tensor]]] = [

@@ -108,9 +108,10 @@ def three_steps(config: Config, session: Session, label: Any) -> dict[str, Tenso
 
 def moments_of(updater: PolicyUpdater) -> list[Tensor]:
     return [
-        state[name]
+        value
         for state in updater.optimizer.state.values()
-        for name in ("exp_avg", "exp_avg_sq")
+        for name, value in state.items()
+        if name != "step"
     ]
 
 

@@ -30,6 +30,7 @@ from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
 from grpo_spmd.learn.assemble import episode_rollout
 from grpo_spmd.learn.update import UpdateObserver, attach_logprobs
+from grpo_spmd.model import optimizer as model_optimizer
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.hf_files import load_tokenizer
@@ -273,6 +274,9 @@ def clean_updates(trials: Trials) -> int:
     for changes in ({"activation_checkpointing": True}, {"lora": LoraConfig(rank=4)}):
         trials.run(_with(config, "model", **changes), trials.build(config, **changes))
     trials.run(config, trials.build(config, mesh=policy_mesh(trials.session.device, 2)))
+    coded = _with(_with(config, "optimizer", name="adamw_8bit", lr=1e-2), "loss", kl_coef=0.0)
+    checked, plain = (trials.run(coded, is_checked=is_checked) for is_checked in (True, False))
+    assert all(torch.equal(value, plain[name]) for name, value in checked.items())
     endless = _with(config, "loss", clip_ratio_high=1e9, dual_clip=None, rollout_correction_cap=1e9)
     for number, few_values in enumerate((config, config, endless)):
         few_rollouts(trials, few_values, number)
@@ -285,7 +289,7 @@ def clean_updates(trials: Trials) -> int:
     for number in range(2):
         few_rollouts(trials, config, number)
     trials.are_episodes = False
-    return done + 14
+    return done + 15
 
 
 def few_rollouts(trials: Trials, config: Config, number: int) -> None:
@@ -306,6 +310,10 @@ def _with(config: Config, section: str, **values: Any) -> Config:
     return dataclasses.replace(
         config, **{section: dataclasses.replace(getattr(config, section), **values)}
     )
+
+
+def _replaced(name: str, function: Any) -> Any:
+    return patch.object(model_optimizer, name, function)
 
 
 def faults(trials: Trials) -> int:
@@ -354,6 +362,19 @@ def faults(trials: Trials) -> int:
     sees("the step of AdamW on", scheduled, trained=config)
     sees("where {'betas'", trained=_with(config, "optimizer", weight_decay=0.02))
     sees("AdamW's exp_avg of", trained=_with(config, "optimizer", max_grad_norm=1e9))
+
+    coded = _with(config, "optimizer", name="adamw_8bit")
+    values_of, encode = model_optimizer._decode, model_optimizer._encode
+
+    def of_row_before(codes: Tensor, scales: Tensor, levels: int) -> Tensor:
+        return values_of(codes, scales.roll(1, 0), levels)
+
+    def rounded(*args: Tensor, levels: int, threshold: float) -> None:
+        encode(*args, levels=levels, threshold=0.5 + 0 * threshold)
+
+    sees("8-bit codes of AdamW's exp_avg of", coded, within=_replaced("_decode", of_row_before))
+    sees("8-bit codes of AdamW's exp_avg of", coded, within=_replaced("_encode", rounded))
+    sees("8-bit codes of AdamW's exp_avg of", coded, change_updater=clears)
 
     def keeps(updater: Any) -> None:
         updater.optimizer.zero_grad = lambda **_: None
