@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 # Commands that start without torch read these records too.
 if TYPE_CHECKING:
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 # A chat message, in the form that chat templates take.
 Message = dict[str, Any]
+# Routes of a mixture of experts: [tokens, layers, k], the numbers of the k experts that each layer
+# took for a token; 0 in a layer without experts.
+Routes: TypeAlias = "npt.NDArray[np.uint8 | np.uint16]"
 # Named values, which may go through JSON.
 Fields = dict[str, Any]
 # The statuses say how an episode ended. In their order: by itself; after `environment.max_turns`; a
@@ -89,6 +92,9 @@ class Completion:
     """"stop" or "length". An episode that had no room for another turn has "length" too."""
     episode: Episode | None = None
     """The episode, if the policy talked to an environment."""
+    routes: Routes | None = None
+    """The engine's routes of the prompt and of all sampled tokens but the last, which it never
+    read. None: they were not recorded, or are in the episode's segments."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +107,8 @@ class Segment:
     sampled: npt.NDArray[np.bool_]
     """For each token: True if the policy sampled it, False if the prompt or the environment gave
     it."""
+    routes: Routes | None = None
+    """The engine's routes of all tokens but the last. None: they were not recorded."""
 
 
 @dataclass(frozen=True)
@@ -209,6 +217,28 @@ class TeacherSignal:
 
 
 @dataclass
+class RowRoutes:
+    """The routes of a micro-batch, which the policy replays, and its part of the load-balance loss.
+
+    E is the number of experts of a layer."""
+
+    experts: Tensor
+    """[T, layers, k], as in Routes. The last token of a sequence has the routes of the one before
+    it: the engine never read it, and it predicts nothing."""
+    is_recorded: Tensor
+    """bool [T]. False for the last token of each sequence."""
+    is_replayed: bool = True
+    """False: the policy takes its own routes, and counts in `differences` where they differ."""
+    loads: Tensor | None = None
+    """float32 [layers, E]: the derivative of the mini-batch's load-balance loss by a token's
+    probability of an expert. None: the loss has no such term."""
+    balance_losses: dict[int, Tensor] = field(default_factory=dict)
+    """What the row adds to that loss, by layer; written by the policy's forward pass."""
+    differences: dict[int, Tensor] = field(default_factory=dict)
+    """The tokens for which the policy's own router takes another set of experts, by layer."""
+
+
+@dataclass
 class MicroBatch:
     """The sequences of one forward and backward pass on one rank, one after the other in one row
     without padding ("row" for short in other modules).
@@ -251,6 +281,8 @@ class MicroBatch:
     """float32 [C]. The critic's values before the update. None: the run has no critic."""
     returns: Tensor | None = None
     """float32 [C]. The regression targets of the critic's values."""
+    routes: RowRoutes | None = None
+    """The engine's routes. None: the policy takes its own."""
 
 
 @dataclass(frozen=True)
@@ -267,6 +299,9 @@ class RolloutBatch:
     token mean."""
     num_loss_sequences: list[int]
     """For each mini-batch the rollouts with at least one token that counts, over all ranks."""
+    routed_sample: MicroBatch | None = None
+    """A few of the rollouts, to compare the policy's own routes with the engine's. None: the
+    engine records none."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:

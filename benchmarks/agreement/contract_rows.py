@@ -69,6 +69,11 @@ OPTIONS = (
     _option("logprobs_mode", "logprobs at the sampling temperature, as the policy's are"),
     _option("enable_sleep_mode", "the memory that the update needs comes back"),
     _option("moe_backend", "on a GPU triton: experts whose rows can be compared and copied"),
+    _option(
+        "enable_return_routed_experts",
+        "model.router_replay on a GPU",
+        absent="start.py leaves it out, and nothing is replayed",
+    ),
     _option("gpu_memory_utilization", "rollout.gpu_memory_utilization"),
     _option("trust_remote_code", "False: no code from the model's folder"),
     _option("enforce_eager", "on a CPU: no compilation of the model"),
@@ -321,6 +326,18 @@ REQUESTS = (
     Row("vllm.outputs.CompletionOutput.token_ids", "with the stop token at its end"),
     Row("vllm.outputs.CompletionOutput.logprobs", "flat"),
     Row("vllm.outputs.CompletionOutput.finish_reason", '"stop" or "length"'),
+    Row(
+        "vllm.outputs.CompletionOutput.routed_experts",
+        "[tokens that were read, layers, k], cached prompts included",
+        since=(0, 32),
+    ),
+    Row("vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts", "", since=(0, 32)),
+    Row(
+        "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
+        "start.py knows a refusal by these words, and starts without routes",
+        says=("AuxOutput Connector requires Model Runner V2", "--enable-return-routed-experts is"),
+        since=(0, 32),
+    ),
     Row("vllm.logprobs.FlatLogprobs.logprobs", "one number a token, since logprobs=0"),
 )
 
@@ -515,6 +532,24 @@ CPU = (
         "packs the experts while there is no kernel",
         says=("is_weight_update = self.moe_kernel is not None", "if not is_weight_update"),
     ),
+    Row(
+        f"{_EXPERTS}.router.base_router.BaseRouter.set_capture_fn",
+        "routes.py gets a layer's experts [tokens, k], by their numbers in the model",
+        "(capture_fn=0)",
+        absent="nothing is replayed",
+    ),
+    Row(
+        f"{_EXPERTS}.router.base_router.BaseRouter._select_experts",
+        "called before the numbers become those of physical experts",
+        says=("self.capture_fn(topk_ids)",),
+        since=(0, 32),
+    ),
+    Row(f"{_SCHEDULER}.kv_cache_config", "routes.py records full attention alone"),
+    Row(f"{_SCHEDULER}.kv_cache_manager", "asked for the blocks of a finished request"),
+    Row("vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids", "", "(request_id)"),
+    Row(f"{_SCHEDULER}._free_request", "called while the request has its blocks", "(request=0)"),
+    Row(f"{_V1}.execute_model", "one forward pass, whose slots of the KV cache are read after it"),
+    Row("vllm.v1.worker.block_table.BlockTable.slot_mapping", "the slots of its tokens"),
     Row(
         "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes",
         "a model with other heads would fail when it first samples",

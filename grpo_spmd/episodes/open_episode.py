@@ -12,7 +12,8 @@ import numpy as np
 
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.openai_api import num_chars
-from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
+from grpo_spmd.learn.contexts import extend_routes
+from grpo_spmd.records import Completion, Episode, Fields, Message, Routes, Segment, Turn
 
 # After this many turns in a row with nothing but invalid calls, the episode ends.
 MAX_INVALID_TURNS = 3
@@ -50,6 +51,7 @@ class OpenEpisode:
         self.opening = prompt
         self.context_ids = list(prompt_ids)
         self._sampled = [False] * len(prompt_ids)
+        self._routes: Routes | None = None
         self._finished_segments: list[Segment] = []
         self._num_prompt_tokens = len(prompt_ids)
         self._num_all_tokens = len(prompt_ids)
@@ -82,6 +84,7 @@ class OpenEpisode:
         # These are the exact sampled ids, whatever text they give.
         self.context_ids += tokens
         self._sampled += [True] * len(tokens)
+        self._routes = extend_routes(self._routes, completion.routes)
         self._num_all_tokens += len(tokens)
         self.token_ids += tokens
         self.logprobs += completion.logprobs
@@ -153,6 +156,7 @@ class OpenEpisode:
         if not continues:
             # The template rewrote earlier turns: the sampled tokens stay in a segment of their own.
             self._finished_segments.append(self._segment())
+            self._routes = None
         self._sampled = [*self._sampled[:num_kept], *[False] * (len(ids) - num_kept)]
         self.context_ids = list(ids)
         self._num_all_tokens = num_all_tokens
@@ -173,7 +177,8 @@ class OpenEpisode:
         self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
 
     def _segment(self) -> Segment:
-        return Segment(np.array(self.context_ids, np.int32), np.array(self._sampled, np.bool_))
+        ids = np.array(self.context_ids, np.int32)
+        return Segment(ids, np.array(self._sampled, np.bool_), self._routes)
 
 
 def finish_reason(status: str | None) -> str:

@@ -297,6 +297,7 @@ def one_update(
             [*map(bytes.decode, retained.lines())],
         ),
         "rows": len(batch.mini_batches[0]),
+        "router_aux": sums["router_aux"].value if "router_aux" in sums else 0.0,
         "gradients": gradients,
         "parameters": {
             name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)
