@@ -331,6 +331,8 @@ REQUESTS = (
         "[tokens that were read, layers, k], cached prompts included",
         since=(0, 32),
     ),
+    Row("vllm.outputs.RequestOutput.prompt_token_ids", "the tokens before those"),
+    Row("vllm.config.vllm.VllmConfig.aux_output_config", "whether it returns them", since=(0, 32)),
     Row("vllm.config.aux_output.AuxOutputConfig.enable_return_routed_experts", "", since=(0, 32)),
     Row(
         "vllm.config.vllm.VllmConfig._verify_aux_output_compatibility",
@@ -544,6 +546,9 @@ CPU = (
         says=("self.capture_fn(topk_ids)",),
         since=(0, 32),
     ),
+    Row(f"{_EXPERTS}.runner.moe_runner.MoERunner.router", "of a layer"),
+    Row(f"{_EXPERTS}.runner.moe_runner.MoERunner.layer_id", "its number"),
+    Row("vllm.v1.kv_cache_interface.KVCacheConfig.kv_cache_groups", "one for each kind of cache"),
     Row(f"{_SCHEDULER}.kv_cache_config", "routes.py records full attention alone"),
     Row(f"{_SCHEDULER}.kv_cache_manager", "asked for the blocks of a finished request"),
     Row("vllm.v1.core.kv_cache_manager.KVCacheManager.get_block_ids", "", "(request_id)"),

@@ -9,6 +9,8 @@ the pass whose keys and values it went on with.
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -16,10 +18,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from grpo_spmd.model.hf_files import first_line
 from grpo_spmd.records import Routes
 
+_log = logging.getLogger("grpo_spmd")
+_OPTION = "enable_return_routed_experts"
 # What vLLM says of a config with which it cannot return routes.
-REFUSALS = ("AuxOutput", "enable-return-routed-experts")
+_REFUSALS = ("AuxOutput", "enable-return-routed-experts")
 
 
 def num_experts(hf_config: Any) -> int:
@@ -34,7 +39,19 @@ def recording_options(hf_config: Any, device: str) -> dict[str, Any]:
     # Earlier versions (0.26 has some) return them in other forms, or not for cached prefixes.
     is_known = find_spec("vllm.config.aux_output") is not None
     is_needed = device == "cuda" and num_experts(hf_config) > 0
-    return {"enable_return_routed_experts": True} if is_known and is_needed else {}
+    return {_OPTION: True} if is_known and is_needed else {}
+
+
+def with_routes_if_possible(make: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Returns `make(**options)`, an engine. If vLLM cannot return routes with these options, it
+    says so before it loads anything: then it is made without, and a warning says why."""
+    try:
+        return make(**options)
+    except ValueError as error:
+        if _OPTION not in options or not any(text in str(error) for text in _REFUSALS):
+            raise
+        _log.warning("model.router_replay: off, since vLLM says: %s", first_line(error))
+    return make(**{name: value for name, value in options.items() if name != _OPTION})
 
 
 class RouteRecorder:

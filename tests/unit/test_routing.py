@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.requests import EngineStateError
+from grpo_spmd.engine.routes import with_routes_if_possible
 from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
 from grpo_spmd.learn.contexts import extend_routes, row_contexts, shorten_segments
 from grpo_spmd.learn.router_loss import attach_loads, compare_routes
@@ -305,3 +309,47 @@ def test_the_buffer_gives_routes_back(tmp_path: Path, session: Session) -> None:
         assert segment.routes is not None
         assert segment.routes.dtype == np.uint8
         assert np.array_equal(segment.routes, routes[:2] + n)
+
+
+def test_an_engine_that_cannot_return_routes_starts_without_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made: list[dict[str, Any]] = []
+
+    def make(**options: Any) -> str:
+        made.append(options)
+        if "enable_return_routed_experts" in options:
+            raise ValueError("1 validation error\n  AuxOutput Connector requires prefix caching.")
+        return "engine"
+
+    options = {"model": "m", "enable_return_routed_experts": True}
+    assert with_routes_if_possible(make, options) == "engine"
+    assert made == [options, {"model": "m"}]
+    assert "model.router_replay: off, since vLLM says" in caplog.text
+
+    def fails(**_: Any) -> None:
+        raise ValueError("no such model")
+
+    with pytest.raises(ValueError, match="no such model"):
+        with_routes_if_possible(fails, options)
+
+
+def test_routes_that_vllm_returns_must_be_those_of_all_tokens_that_it_read() -> None:
+    """On a GPU, where vLLM returns them with a completion."""
+    engine = RolloutEngine.__new__(RolloutEngine)
+    engine.records_routes, engine._recorder = True, None
+    completion = Completion([7, 8], [-1.0, -2.0], "stop")
+
+    def output(num_tokens: int | None) -> Any:
+        routes = None if num_tokens is None else np.zeros((num_tokens, 2, 2), np.uint8)
+        sampled = SimpleNamespace(routed_experts=routes)
+        return SimpleNamespace(request_id="0", prompt_token_ids=[1, 2, 3], outputs=[sampled])
+
+    routes = engine._with_routes(output(4), completion).routes
+    assert routes is not None
+    assert routes.shape == (4, 2, 2)
+    for number in (5, 3, None):
+        with pytest.raises(EngineStateError, match="where it read 4; set"):
+            engine._with_routes(output(number), completion)
+    engine.records_routes = False
+    assert engine._with_routes(output(4), completion).routes is None
