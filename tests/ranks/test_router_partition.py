@@ -80,15 +80,18 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
     # Three splits of three kinds; two and three variants; replicas.
     assert num_compared == 9 + 2 + 9 + 3 + 1
     values = [results[1][kind, first]["loss"] for kind in ("random", "none")]
-    assert abs(values[0] - values[1]) > 1e-3
+    assert abs(values[0] - values[1]) > 1e-4
 
 
-def test_equal_routes_give_the_bits_of_a_run_without_replay(results: dict[int, Results]) -> None:
-    """But for the load-balance loss, which such a run has not: the logprobs are compared."""
-    for split in SPLITS:
-        for num_ranks, splits in results.items():
-            with_routes, without = (splits[kind, split]["scores"] for kind in ("equal", "none"))
-            assert with_routes == without, (num_ranks, split)
+def test_equal_routes_change_nothing(results: dict[int, Results]) -> None:
+    """Beyond the last digits: an expert computes its tokens together, and the last token of a
+    sequence, which predicts nothing, has other routes."""
+    for splits in results.values():
+        for split in SPLITS:
+            equal, without = (splits[kind, split] for kind in ("equal", "none"))
+            assert equal["loss"] == pytest.approx(without["loss"], rel=1e-6)
+            for name, tensor in without["gradients"][0].items():
+                assert difference(equal["gradients"][0][name], tensor) < 5e-6, (split, name)
 
 
 def test_replay_equals_plain_transformers(results: dict[int, Results], folder: Path) -> None:
@@ -132,8 +135,8 @@ def test_replay_equals_plain_transformers(results: dict[int, Results], folder: P
     (total + balance).backward()
     for split in SPLITS:
         result = results[2]["random", split]
-        assert result["loss"] == pytest.approx(float(total), rel=1e-5)
-        assert result["router_aux"] == pytest.approx(float(balance), rel=1e-6)
+        assert result["loss"] == pytest.approx(total.item(), rel=1e-5)
+        assert result["router_aux"] == pytest.approx(balance.item(), rel=1e-6)
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             assert difference(result["gradients"][0][name], parameter.grad) < 1e-5, (split, name)

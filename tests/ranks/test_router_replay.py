@@ -38,7 +38,8 @@ def test_recorded_routes_are_those_of_transformers(
         "max_completion_tokens": 40,
         "engine": {"num_gpu_blocks_override": 16},
     }
-    config = config_of(tmp_path, family, rollout=rollout, data={"max_prompt_tokens": 96})
+    sections = {"data": {"max_prompt_tokens": 96}, "training": {"max_tokens_per_micro_batch": 256}}
+    config = config_of(tmp_path, family, rollout=rollout, **sections)
     output = run_worker(num_ranks, "routes", str(config))
     preempted = [int(number) for number in re.findall(r"(\d+) preempted", output)]
     assert len(preempted) == num_ranks

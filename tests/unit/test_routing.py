@@ -24,12 +24,15 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.routes import with_routes_if_possible
+from grpo_spmd.episodes.conversation_tree import ConversationTree
+from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode
 from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
 from grpo_spmd.learn.contexts import extend_routes, row_contexts, shorten_segments
 from grpo_spmd.learn.router_loss import attach_loads, compare_routes
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Completion, Episode, Prompt, Rollout, Segment, Turn
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from tests.support.agents import Bytes
 from tests.support.models import EXPERTS, make_model, write_config
 
 CPU = torch.device("cpu")
@@ -353,3 +356,55 @@ def test_routes_that_vllm_returns_must_be_those_of_all_tokens_that_it_read() -> 
             engine._with_routes(output(number), completion)
     engine.records_routes = False
     assert engine._with_routes(output(4), completion).routes is None
+
+
+LIMITS = EpisodeLimits(50, 1000, 1000, 2000, 10_000)
+
+
+def routed(token_ids: list[int], num_context: int, number: int) -> Completion:
+    """A turn whose request was read with the routes `number`."""
+    routes = np.full((num_context + len(token_ids) - 1, 1, 1), number, np.uint8)
+    return Completion(token_ids, [-1.0] * len(token_ids), "stop", routes=routes)
+
+
+def test_an_episode_keeps_the_routes_of_each_first_reading() -> None:
+    """A second turn continues the first; a third begins anew, after a template that rewrites."""
+    contexts = iter([([1, 2, 3, 4, 5, 9], True), ([6, 7], False)])
+    chat: Any = SimpleNamespace(max_token_chars=10, next_ids=lambda *_: next(contexts))
+    message = {"role": "user", "content": "x"}
+    answer = {"reward": None, "num_calls": 0, "num_errors": 0, "num_invalid": 0, "done": False}
+    episode = OpenEpisode(LIMITS, [message], [], [1, 2, 3])
+    for number, token_ids in enumerate(([4, 5], [8], [10, 11]), 1):
+        episode.add_turn(routed(token_ids, len(episode.context_ids), number), message, 0, False)
+        if number < 3:
+            episode.add_answer({**answer, "messages": [message]}, chat)
+    episode.status = "ok"
+    first, second = episode.episode({}, []).segments
+    assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 9, 8]
+    assert first.routes is not None
+    assert first.routes.flatten().tolist() == [1, 1, 1, 1, 2, 2]
+    assert second.routes is not None
+    assert second.routes.flatten().tolist() == [3, 3, 3]
+
+
+def test_an_agents_forks_share_the_routes_of_their_first_turn() -> None:
+    chat = Bytes()
+    as_chat: Any = chat
+    tree = ConversationTree(as_chat, LIMITS)
+    user = {"role": "user", "content": "hi"}
+    root = tree.begin([user], [])
+    first = tree.finish(root, routed(chat.sampled("abc"), len(root.context_ids), 1))
+    for number, text in ((2, "on"), (3, "off")):
+        turn = tree.begin([user, first.message, {"role": "user", "content": text}], [])
+        assert turn.parent is root
+        tree.finish(turn, routed(chat.sampled("d"), len(turn.context_ids), number))
+    episode = tree.completion({}, []).episode
+    assert episode is not None
+    assert len(episode.segments) == 2
+    num_first = len(root.token_ids()) - 1
+    for segment in episode.segments:
+        assert segment.routes is not None
+        numbers = segment.routes.flatten().tolist()
+        assert len(numbers) == len(segment.token_ids) - 1
+        assert numbers[:num_first] == [1] * num_first
+        assert set(numbers[num_first:]) in ({2}, {3})

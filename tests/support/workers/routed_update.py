@@ -124,7 +124,7 @@ def main() -> None:
             config,
             training=dataclasses.replace(config.training, max_tokens_per_micro_batch=tokens),
         )
-        if kind == "none":
+        if kind != "random":
             changed = dataclasses.replace(
                 changed, loss=dataclasses.replace(changed.loss, router_aux_coef=0.0)
             )
