@@ -36,10 +36,11 @@ def num_experts(hf_config: Any) -> int:
 def recording_options(hf_config: Any, device: str) -> dict[str, Any]:
     """Returns the options with which vLLM returns routes; {} where it has nothing to return or
     cannot."""
+    if device != "cuda" or not num_experts(hf_config):
+        return {}
     # Earlier versions (0.26 has some) return them in other forms, or not for cached prefixes.
     is_known = find_spec("vllm.config.aux_output") is not None
-    is_needed = device == "cuda" and num_experts(hf_config) > 0
-    return {_OPTION: True} if is_known and is_needed else {}
+    return {_OPTION: True} if is_known else {}
 
 
 def with_routes_if_possible(make: Callable[..., Any], options: dict[str, Any]) -> Any:
