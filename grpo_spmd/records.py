@@ -92,7 +92,8 @@ class Completion:
     """"stop" or "length". An episode that had no room for another turn has "length" too."""
     episode: Episode | None = None
     """The episode, if the policy talked to an environment."""
-    routes: Routes | None = None
+    # An array cannot say whether it equals another one.
+    routes: Routes | None = field(default=None, compare=False)
     """The engine's routes of the prompt and of all sampled tokens but the last, which it never
     read. None: they were not recorded, or are in the episode's segments."""
 
