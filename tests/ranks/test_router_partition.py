@@ -63,8 +63,8 @@ def results(folder: Path) -> dict[int, Results]:
 def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
     results: dict[int, Results],
 ) -> None:
-    """Ranks, replicas, micro-batches, recomputation, compilation; random routes, the policy's own,
-    none. Episodes with forks are among the rollouts."""
+    """Ranks, replicas, micro-batches, recomputation; random routes, the policy's own, none.
+    Episodes with forks are among the rollouts."""
     first = next(iter(SPLITS))
     num_compared = 0
     for splits in results.values():
@@ -77,10 +77,22 @@ def test_loss_gradient_and_parameters_do_not_depend_on_the_split(
                 assert difference(result["parameters"][name], tensor) < 1e-6, (kind, split)
             for name, tensor in expected["gradients"][0].items():
                 assert difference(result["gradients"][0][name], tensor) < 5e-6, (kind, split, name)
-    # Three splits of three kinds; two and three variants; replicas.
-    assert num_compared == 9 + 2 + 9 + 3 + 1
+    # Three splits of three kinds, and two variants, on one and two ranks; replicas.
+    assert num_compared == 2 * (9 + 2) + 1
     values = [results[1][kind, first]["loss"] for kind in ("random", "none")]
     assert abs(values[0] - values[1]) > 1e-4
+
+
+@pytest.mark.nightly
+def test_compiled_layers_replay_too(folder: Path, results: dict[int, Results]) -> None:
+    out = folder / "compiled.pt"
+    files = (folder / "config.yaml", folder / "reference", out)
+    run_worker(1, "routed_update", *map(str, files), "compiled", timeout_s=900)
+    [(_, compiled)] = torch.load(out, weights_only=True).items()
+    expected = results[1]["random", next(iter(SPLITS))]
+    assert compiled["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    for name, tensor in expected["gradients"][0].items():
+        assert difference(compiled["gradients"][0][name], tensor) < 5e-6, name
 
 
 def test_equal_routes_change_nothing(results: dict[int, Results]) -> None:

@@ -1,8 +1,8 @@
 """Worker: updates of a mixture of experts on fixed rollouts with routes, for several splits of the
 work.
 
-    python -m tests.support.workers.routed_update CONFIG REFERENCE_MODEL OUT.pt
-Rank 0 saves {(routes, split): result of one_update}.
+    python -m tests.support.workers.routed_update CONFIG REFERENCE_MODEL OUT.pt [VARIANT]
+Rank 0 saves {(routes, split): result of one_update}; with a VARIANT that one alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from grpo_spmd.learn.contexts import completion_contexts
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.records import Completion, Episode, Prompt, RolloutGroup, Segment, Turn
 from tests.support.workers.update import (
-    COMPILED_AT,
     REPLICATED,
     SPLITS,
     VARIANTS,
@@ -131,11 +130,17 @@ def main() -> None:
         dealt = deal(groups[kind], method, session)
         results[kind, split] = one_update(changed, policy, reference, dealt, packed, session)
 
+    if len(sys.argv) > 4:
+        changed = build("random", **VARIANTS[sys.argv[4]])
+        update("random", sys.argv[4], changed, 90, "in turn", True)
+        torch.save(results, out)
+        end_session()
+        return
     for kind in KINDS:
         for split, (tokens, method, packed) in SPLITS.items():
             update(kind, split, policies[kind], tokens, method, packed)
     for variant, changes in VARIANTS.items():
-        if variant != "compiled" or session.world_size == COMPILED_AT:
+        if variant != "compiled":
             update("random", variant, build("random", **changes), 90, "in turn", True)
     if session.world_size % 2 == 0:
         replicated = dataclasses.replace(session, mesh=policy_mesh(session.device, 2))
