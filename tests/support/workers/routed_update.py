@@ -123,10 +123,10 @@ def main() -> None:
             config,
             training=dataclasses.replace(config.training, max_tokens_per_micro_batch=tokens),
         )
+        # The reference, another model, has routes of its own.
         if kind != "random":
-            changed = dataclasses.replace(
-                changed, loss=dataclasses.replace(changed.loss, router_aux_coef=0.0)
-            )
+            loss = dataclasses.replace(changed.loss, router_aux_coef=0.0, kl_coef=0.0)
+            changed = dataclasses.replace(changed, loss=loss)
         dealt = deal(groups[kind], method, session)
         results[kind, split] = one_update(changed, policy, reference, dealt, packed, session)
 
