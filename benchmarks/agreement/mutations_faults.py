@@ -547,7 +547,7 @@ FAULTS = (
         "engine/routes.py",
         "experts[:num_tokens].numpy()",
         "experts[:num_tokens].roll(1, 0).numpy()",
-        ("tests/ranks/test_router_replay.py",),
+        ("tests/ranks/test_router_replay.py::test_recorded_routes_are_those_of_transformers",),
         _ROUTED,
     ),
     Fault(

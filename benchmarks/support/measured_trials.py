@@ -269,6 +269,8 @@ def router_replay(record: Record) -> Iterator[Line]:
     rows = record.newest("router_replay", "model", "routes")
     for model in dict.fromkeys(row["model"] for row in rows):
         by_mode = {row["routes"]: row for row in rows if row["model"] == model}
+        if not {"own", "replay", "neighbour"} <= by_mode.keys():
+            continue
         pieces = []
         for mode, text in (("own", "own routes"), ("replay", "replayed"), ("neighbour", "wrong")):
             numbers = [figure(by_mode[mode].number(name)) for name in ("mean", "p99", "max")]

@@ -55,7 +55,7 @@ ROOM_TOKENS = {
     "learn": 17_100,
     "proofs": 18_050,
     "observe": 21_250,
-    "engine": 17_850,
+    "engine": 17_900,
     "episodes": 25_000,
     "rollout": 10_000,
     "checkpoint": 9_900,
@@ -70,7 +70,7 @@ ROOM_TOKENS = {
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 227
+MOST_FILES = 230
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 23
