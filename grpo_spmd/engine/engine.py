@@ -75,6 +75,10 @@ class RolloutEngine:
     too.
     """
 
+    records_routes = False
+    """True if completions have the engine's routes: those of a mixture of experts."""
+    _recorder: RouteRecorder | None = None
+
     def __init__(
         self,
         model: ModelConfig,
@@ -142,9 +146,6 @@ class RolloutEngine:
         )
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         restore_hf_classes(self._model)
-        self._recorder: RouteRecorder | None = None
-        self.records_routes = False
-        """True if completions have the engine's routes: those of a mixture of experts."""
         if model.router_replay:
             self._record_routes(model.path)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
