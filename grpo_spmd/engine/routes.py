@@ -71,10 +71,8 @@ class RouteRecorder:
         self._captured: dict[int, Tensor] = {}
         # By request id, until the completion is taken.
         self._finished: dict[str, Routes] = {}
-        model = llm.apply_model(lambda model: model)[0]
-        for module in model.modules():
-            if hasattr(getattr(module, "router", None), "set_capture_fn"):
-                module.router.set_capture_fn(partial(self._captured.__setitem__, module.layer_id))
+        for module in _routed_layers(llm):
+            module.router.set_capture_fn(partial(self._captured.__setitem__, module.layer_id))
         self._runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
         self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         self._execute_model = self._runner.execute_model
@@ -115,15 +113,18 @@ class RouteRecorder:
         return self._free_request(request, *args, **kwargs)
 
 
+def _routed_layers(llm: Any) -> list[Any]:
+    """Returns vLLM's layers of experts whose routers say which experts they take."""
+    modules = llm.apply_model(lambda model: [*model.modules()])[0]
+    return [m for m in modules if hasattr(getattr(m, "router", None), "set_capture_fn")]
+
+
 def why_not_recorded(llm: Any) -> str | None:
     """Returns why a RouteRecorder cannot record this engine, None if it can."""
+    if not _routed_layers(llm):
+        return "routers have no set_capture_fn"
     core = llm.llm_engine.engine_core.engine_core
-    model = llm.apply_model(lambda model: model)[0]
-    if not any(
-        hasattr(getattr(module, "router", None), "set_capture_fn") for module in model.modules()
-    ):
-        return "its routers have no set_capture_fn"
     groups = core.scheduler.kv_cache_config.kv_cache_groups
     kinds = [type(group.kv_cache_spec).__name__ for group in groups]
     # A sliding window frees the blocks of early tokens while the request runs.
-    return None if kinds == ["FullAttentionSpec"] else f"its KV cache is {kinds}"
+    return None if kinds == ["FullAttentionSpec"] else f"the KV cache is {kinds}"

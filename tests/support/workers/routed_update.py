@@ -34,8 +34,9 @@ from tests.support.workers.update import (
 FORKED_SLOT = 4
 NUM_EXPERTS, NUM_LAYERS, TOP_K = 6, 2, 2
 # "random": any routes, which only a replay can take. "equal": those that the policy takes itself.
-# "none": the policy takes its own.
-KINDS = ("random", "equal", "none")
+# "none": the policy takes its own. "several steps": the first over two epochs and mini-batches.
+SEVERAL = "several steps"
+KINDS = ("random", "equal", "none", SEVERAL)
 
 
 def routed_groups(kind: str, model: Any = None) -> list[RolloutGroup]:
@@ -85,7 +86,7 @@ def _forked(prompt: Prompt, completion: Completion, rng: random.Random) -> Compl
 def _routes(kind: str, token_ids: Any, rng: random.Random, model: Any) -> Any:
     if kind == "none":
         return None
-    if kind == "random":
+    if kind in ("random", SEVERAL):
         experts = [
             [rng.sample(range(NUM_EXPERTS), TOP_K) for _ in range(NUM_LAYERS)] for _ in token_ids
         ]
@@ -123,8 +124,11 @@ def main() -> None:
             config,
             training=dataclasses.replace(config.training, max_tokens_per_micro_batch=tokens),
         )
+        if kind == SEVERAL:
+            training = dataclasses.replace(changed.training, num_epochs=2, num_mini_batches=2)
+            changed = dataclasses.replace(changed, training=training)
         # The reference, another model, has routes of its own.
-        if kind != "random":
+        if kind in ("equal", "none"):
             loss = dataclasses.replace(changed.loss, router_aux_coef=0.0, kl_coef=0.0)
             changed = dataclasses.replace(changed, loss=loss)
         dealt = deal(groups[kind], method, session)
