@@ -107,7 +107,7 @@ class RouteRecorder:
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         if self._slots is not None and blocks:
             slots = self._slots.reshape(-1, self._block_size, *self._slots.shape[1:])[blocks]
-            # vLLM's own id of a request is ours and a random suffix (from 0.30 on).
+            # vLLM's own id of a request is ours, in later versions with a random suffix.
             id_ = request.request_id.partition("-")[0]
             self._finished[id_] = slots.reshape(-1, *self._slots.shape[1:])[: request.num_tokens]
         return self._free_request(request, *args, **kwargs)
