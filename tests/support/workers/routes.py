@@ -61,7 +61,8 @@ def main() -> None:
                 wanted = expected[: len(sets)].sort(-1)[0]
                 num_different += int((sets != wanted).any(-1).sum())
                 num_tokens += len(sets)
-            assert len(second.routes or ()) == len(ids) - 1
+            assert second.routes is not None
+            assert len(second.routes) == len(ids) - 1
         engine.sleep()
     print(
         f"rank {session.rank}: {num_different} sets differ of {num_tokens} tokens, "
