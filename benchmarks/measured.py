@@ -59,6 +59,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "trl_loss": measured_trials.trl_loss,
     "families": measured_trials.families,
     "trained_weights": measured_trials.trained_weights,
+    "router_replay": measured_trials.router_replay,
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
     "diagnosis": measured_trials.diagnosis,

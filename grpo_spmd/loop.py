@@ -63,7 +63,7 @@ def _train_step(run: Run, step: int) -> None:
     stop_check = run.preemption.check_in_update
     kept_scores = run.dump.keep_scores_if_due(step)
     with phase("logprobs"):
-        attach_logprobs(
+        route_metrics = attach_logprobs(
             run.policy,
             run.reference,
             batch,
@@ -81,7 +81,7 @@ def _train_step(run: Run, step: int) -> None:
         run.update_check.run_if_due(step, sampled, batch, decision)
         update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
         sums = update(batch, run.update_check, stop_check, kept_scores)
-        sums |= run.signals.update(batch)
+        sums |= run.signals.update(batch) | route_metrics
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, kept_scores)
     counts = run.progress.count(

@@ -43,13 +43,19 @@ from grpo_spmd.distributed.session import (
     start_session,
 )
 from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.routes import num_experts
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead
 from grpo_spmd.model.families.refusals import refuse_untrainable
-from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer, stop_token_ids
+from grpo_spmd.model.hf_files import (
+    checkpoint_folder,
+    load_config,
+    load_tokenizer,
+    stop_token_ids,
+)
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import (
     Policy,
@@ -436,6 +442,8 @@ def open_sampling(
     # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     choose_fused_kernel(config.model.logprob_kernel, session.device)
+    if config.loss.router_aux_coef and not num_experts(load_config(config.model.path)):
+        raise ConfigError(f"loss.router_aux_coef: {config.model.path} has no experts; leave it out")
     # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
     # the memory to the policy.
     engine = RolloutEngine(
@@ -453,7 +461,13 @@ def open_sampling(
         session,
         seed=config.seed,
         max_rollout_tokens=config.max_rollout_tokens,
+        replays_routes=engine.records_routes,
     )
+    if config.loss.router_aux_coef and not policy.replays_routes:
+        raise ConfigError(
+            f"loss.router_aux_coef: no routes of {config.model.path} are recorded, of which the "
+            "load-balance loss is made; set it to 0"
+        )
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     return Sampling(environments, rewards, engine, policy, score)
 

@@ -18,7 +18,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 # Not imported at run time, since commands that start without torch use these records, too.
 if TYPE_CHECKING:
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 # A chat message, in the form that chat templates take.
 Message = dict[str, Any]
+# Routes of a mixture of experts: [tokens, layers, k], the numbers of the k experts that each layer
+# took for a token; 0 in a layer without experts.
+Routes: TypeAlias = "npt.NDArray[np.uint8 | np.uint16]"
 # Values by name, which can be sent as JSON.
 Fields = dict[str, Any]
 # How an episode ended.
@@ -96,6 +99,10 @@ class Completion:
     """"stop" or "length". An episode that had no room for another turn has "length", too."""
     episode: Episode | None = None
     """The episode, if the policy talked to an environment."""
+    # An array cannot say whether it equals another one.
+    routes: Routes | None = field(default=None, compare=False)
+    """The engine's routes of the prompt and of all sampled tokens but the last, which it never
+    read. None: they were not recorded, or are in the episode's segments."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Segment:
     sampled: npt.NDArray[np.bool_]
     """For each token: True if the policy sampled it, False if the prompt or the environment gave
     it."""
+    routes: Routes | None = None
+    """The engine's routes of all tokens but the last. None: they were not recorded."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +230,28 @@ class TeacherSignal:
 
 
 @dataclass
+class RowRoutes:
+    """The routes of a micro-batch, which the policy replays, and its part of the load-balance loss.
+
+    E is the number of experts of a layer."""
+
+    experts: Tensor
+    """[T, layers, k], as in Routes. The last token of a sequence has the routes of the one before
+    it: the engine never read it, and it predicts nothing."""
+    is_recorded: Tensor
+    """bool [T]. False for the last token of each sequence."""
+    is_replayed: bool = True
+    """False: the policy takes its own routes, and counts in `differences` where they differ."""
+    loads: Tensor | None = None
+    """float32 [layers, E]: the derivative of the mini-batch's load-balance loss by a token's
+    probability of an expert. None: the loss has no such term."""
+    balance_losses: dict[int, Tensor] = field(default_factory=dict)
+    """What the row adds to that loss, by layer; written by the policy's forward pass."""
+    differences: dict[int, Tensor] = field(default_factory=dict)
+    """The tokens for which the policy's own router takes another set of experts, by layer."""
+
+
+@dataclass
 class MicroBatch:
     """The sequences of one forward and backward pass on one rank.
 
@@ -263,6 +294,8 @@ class MicroBatch:
     """float32 [C]. The critic's values before the update. None: the run has no critic."""
     returns: Tensor | None = None
     """float32 [C]. The regression targets of the critic's values."""
+    routes: RowRoutes | None = None
+    """The engine's routes. None: the policy takes its own."""
 
 
 @dataclass(frozen=True)
@@ -279,6 +312,9 @@ class RolloutBatch:
     denominator of a mean over tokens."""
     num_loss_sequences: list[int]
     """For each mini-batch the number of rollouts with at least one such token, over all ranks."""
+    routed_sample: MicroBatch | None = None
+    """A few of the rollouts, to compare the policy's own routes with the engine's. None: the
+    engine records none."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:

@@ -29,6 +29,7 @@ _EXPERTS = (
     "rewards=[{{name: format, args: {{pattern: '[0-4].*'}}}}]",
 )
 _COOL = ("rollout.temperature=0.7",)
+_ROUTED = ("model.path={made}/routed", "loss.router_aux_coef=0.1", "optimizer.lr=1e-3")
 _CRITIC = (
     "critic.path={made}/model",
     "critic.lr=2e-3",
@@ -51,6 +52,7 @@ _LOSS, _ADVANTAGES, _BATCHING = (
 _ROLLOUT = "tests/unit/test_rollout.py"
 _CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
+_ROUTES = "tests/unit/test_routing.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
 
 
@@ -263,8 +265,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/policy.py",
-        "PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)",
-        "PackedLayout([sum(batch.sequence_lengths)], batch.sequence_starts, self.attention)",
+        "            batch.sequence_lengths, batch.sequence_starts, self.attention, batch.routes\n",
+        "            [sum(batch.sequence_lengths)], batch.sequence_starts, self.attention, None\n",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -609,6 +611,53 @@ FAULTS = (
         "            kept[episode.conversation] = answer\n            "
         + _ANSWER.replace("answer.message", "before.message"),
         ("tests/unit/test_agent.py",),
+    ),
+    Fault(
+        "routes: those of the token before, as the engine records them",
+        "engine/routes.py",
+        "experts[:num_tokens].numpy()",
+        "experts[:num_tokens].roll(1, 0).numpy()",
+        ("tests/ranks/test_router_replay.py::test_recorded_routes_are_those_of_transformers",),
+        _ROUTED,
+    ),
+    Fault(
+        "routes: those of the token before, in the row",
+        "learn/assemble.py",
+        "        blocks += [routes, *[last] * num_missing]\n",
+        "        blocks += [np.roll(routes, 1, 0), *[last] * num_missing]\n",
+        (_ROUTES,),
+        _ROUTED,
+    ),
+    Fault(
+        "routes: an episode's or a long prompt's of a later reading",
+        "learn/contexts.py",
+        "    return np.concatenate([earlier, later[len(earlier) :]])\n",
+        "    return later\n",
+        (_ROUTES,),
+    ),
+    Fault(
+        "routes: the router's gradient is cut",
+        "model/routing.py",
+        "            return args[0].gather(-1, self._experts), self._experts\n",
+        "            return args[0].detach().gather(-1, self._experts), self._experts\n",
+        (_ROUTES,),
+        _ROUTED,
+    ),
+    Fault(
+        "routes: the load-balance loss is reported and not learned from",
+        "model/routing.py",
+        "        return grad, grad.new_ones((), dtype=torch.float64)\n",
+        "        return grad, grad.new_zeros((), dtype=torch.float64)\n",
+        (_ROUTES,),
+        _ROUTED,
+    ),
+    Fault(
+        "routes: the load-balance loss has those of this rank only",
+        "learn/router_loss.py",
+        "    sum_in_place(counts)\n",
+        "",
+        ("tests/ranks/test_router_partition.py",),
+        _ROUTED,
     ),
 )
 

@@ -288,6 +288,26 @@ def trained_weights(record: Record) -> Iterator[Line]:
         )
 
 
+def router_replay(record: Record) -> Iterator[Line]:
+    rows = record.newest("router_replay", "model", "routes")
+    for model in dict.fromkeys(row["model"] for row in rows):
+        by_mode = {row["routes"]: row for row in rows if row["model"] == model}
+        if not {"own", "replay", "neighbour"} <= by_mode.keys():
+            continue
+        pieces = []
+        for mode, text in (("own", "own routes"), ("replay", "replayed"), ("neighbour", "wrong")):
+            numbers = [figure(by_mode[mode].number(name)) for name in ("mean", "p99", "max")]
+            pieces.append(f"{text} {' / '.join(numbers)}")
+        share = 100 * by_mode["own"].number("sets that differ")
+        size = by_mode["replay"].number("bytes a token")
+        yield Line(
+            f"engine and policy of a mixture of experts, {model}: nats, mean / p99 / max",
+            f"{'; '.join(pieces)}; {figure(share)} % of the route sets differ; routes take "
+            f"{size:.0f} bytes a token",
+            [row for row in rows if row["model"] == model],
+        )
+
+
 def trained_weights_table(record: Record) -> Iterator[str]:
     yield (
         "| | logprobs off by, nats | their noise | a tensor's gradient off by | its noise | its "

@@ -111,6 +111,10 @@ class ModelConfig:
     """what computes logprobs from logits. fused: Triton kernels, which need a GPU of compute
     capability 8.0; plain: torch's operations; auto: fused where it runs, else plain"""
 
+    router_replay: bool = True
+    """for a mixture of experts: record the engine's routes, where it can, and replay them in the
+    policy and the reference"""
+
     @property
     def recompute(self) -> bool | Literal["selective"]:
         """`activation_checkpointing`; False while it is auto."""
@@ -524,6 +528,9 @@ class LossConfig:
     from the completion's reward"""
     entropy_coef: NonNegativeFloat = 0.0
     """weight of an entropy bonus"""
+    router_aux_coef: NonNegativeFloat = 0.0
+    """weight of the load-balance loss of a mixture of experts, from the engine's routes of the
+    whole mini-batch; it needs model.router_replay"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,7 @@ from grpo_spmd.engine.requests import (
     deal,
     share_out,
 )
+from grpo_spmd.engine.routes import RouteRecorder, why_not_recorded
 from grpo_spmd.engine.start import (
     SleepCheck,
     allocator_settings_kept,
@@ -56,7 +58,9 @@ from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
 from grpo_spmd.model.config_json import is_constant
 from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
 from grpo_spmd.model.families.stored import SavedLayout
+from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import hf_name
+from grpo_spmd.model.routing import num_experts
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
@@ -73,6 +77,10 @@ class RolloutEngine:
     frees nothing, but the same calls must come in the same order, so that a mistake shows there
     too.
     """
+
+    records_routes = False
+    """True if completions have the engine's routes: those of a mixture of experts."""
+    _recorder: RouteRecorder | None = None
 
     def __init__(
         self,
@@ -141,6 +149,8 @@ class RolloutEngine:
         )
         self._model: nn.Module = self._llm.apply_model(lambda model: model)[0]
         restore_hf_classes(self._model)
+        if model.router_replay:
+            self._record_routes(model.path)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
         self.takes_adapters = model.lora.base_stays_in_engine
         """True if `load_adapters` brings the adapters alone, onto a base that stays."""
@@ -150,6 +160,24 @@ class RolloutEngine:
         self.dtype: torch.dtype = self._engine.vllm_config.model_config.dtype
         """The dtype of the engine's weights."""
         self.sleep()
+
+    def _record_routes(self, path: str) -> None:
+        """Starts to record routes, or logs why it cannot."""
+        hf_config = load_config(path)
+        if not num_experts(hf_config):
+            return
+        if not self._on_cpu:
+            options = getattr(self._engine.vllm_config, "aux_output_config", None)
+            self.records_routes = options is not None and options.enable_return_routed_experts
+            if options is None:
+                _log.warning("model.router_replay: off, since this vLLM does not return routes")
+            return
+        reason = why_not_recorded(self._llm)
+        if reason is not None:
+            _log.warning("model.router_replay: off, since in this engine %s", reason)
+            return
+        self._recorder = RouteRecorder(self._llm, hf_config)
+        self.records_routes = True
 
     @property
     def needs_weights(self) -> bool:
@@ -432,6 +460,8 @@ class RolloutEngine:
         `max_in_flight` conversations are open,"""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
+        if self._recorder is not None:
+            self._recorder.clear()
         conversations = Conversations(hooks, self._group, self.engine_rank)
         scheduler = self._engine.engine_core.engine_core.scheduler
         no_more_batches = False
@@ -485,7 +515,9 @@ class RolloutEngine:
                     hooks.before_step()
                 outputs = self._engine.step() if conversations.running else []
                 just_finished = [
-                    conversations.end_turn(output.request_id, _completion(output))
+                    conversations.end_turn(
+                        output.request_id, self._with_routes(output, _completion(output))
+                    )
                     for output in outputs
                     if output.finished
                 ]
@@ -552,6 +584,23 @@ class RolloutEngine:
                 params,
                 lora_request=self._adapters.request if self._adapters is not None else None,
             )
+
+    def _with_routes(self, output: Any, completion: Completion) -> Completion:
+        """Returns the completion of vLLM's RequestOutput with its routes, if any are recorded."""
+        if not self.records_routes:
+            return completion
+        # The engine never reads the last token.
+        num_tokens = len(output.prompt_token_ids) + len(completion.token_ids) - 1
+        if self._recorder is not None:
+            routes = self._recorder.take(output.request_id, num_tokens)
+        else:
+            routes = output.outputs[0].routed_experts
+        if routes is None or len(routes) != num_tokens:
+            raise EngineStateError(
+                f"generate: vLLM returned routes of {0 if routes is None else len(routes)} tokens "
+                f"where it read {num_tokens}; set model.router_replay=false"
+            )
+        return replace(completion, routes=routes)
 
 
 def _completion(output: Any) -> Completion:

@@ -14,6 +14,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
+from grpo_spmd.engine.routes import recording_options, with_routes_if_possible
 from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.lora import engine_target_modules
@@ -90,6 +92,8 @@ def start_vllm(
         # and copied; others shuffle them. It has no effect on a CPU or without experts.
         "moe_backend": "triton" if device == "cuda" else "auto",
     }
+    if model.router_replay:
+        options |= recording_options(load_config(model.path), device)
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
     if device == "cpu":
@@ -110,7 +114,8 @@ def start_vllm(
         name, gib = torch.cuda.get_device_name(session.device), total_bytes(session.device) / _GIB
         options["max_num_seqs"] = max_num_seqs(name, gib, rollout.engine, num_sequences)
     try:
-        return vllm.LLM(trust_remote_code=False, **options | rollout.engine)
+        make = partial(vllm.LLM, trust_remote_code=False)
+        return with_routes_if_possible(make, options | rollout.engine)
     except Exception as error:
         if isinstance(error, ValueError) and (text := no_room_for_cache(str(error), device)):
             raise ConfigError(text) from None

@@ -27,7 +27,8 @@ from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
 from grpo_spmd.episodes.chat_format import ChatFormat, TemplateError
 from grpo_spmd.episodes.open_episode import EpisodeLimits, finish_reason
 from grpo_spmd.episodes.openai_api import ApiError, is_plain, num_chars
-from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
+from grpo_spmd.learn.contexts import extend_routes
+from grpo_spmd.records import Completion, Episode, Fields, Message, Routes, Segment, Turn
 
 Tools = list[Fields]
 
@@ -211,6 +212,7 @@ class ConversationTree:
         leaves = self._leaves()
         for leaf in leaves:
             sampled: list[bool] = []
+            routes: Routes | None = None
             for turn in leaf.path:
                 completion = turn.completion
                 # A child is made only from a sampled parent, so every turn on a leaf's path is
@@ -218,6 +220,7 @@ class ConversationTree:
                 assert completion is not None, "a turn has a child before it was sampled"
                 # A shared turn is trained on once, in the first segment that has it.
                 is_new = turn not in trained
+                routes = extend_routes(routes, completion.routes)
                 sampled += [False] * len(turn.new_ids) + [is_new] * len(completion.token_ids)
                 if is_new:
                     trained.add(turn)
@@ -225,7 +228,7 @@ class ConversationTree:
                     logprobs += completion.logprobs
                     turns.append(Turn(len(completion.token_ids), completion.finish_reason))
             ids = np.asarray(leaf.token_ids(), np.int32)
-            segments.append(Segment(ids, np.asarray(sampled, np.bool_)))
+            segments.append(Segment(ids, np.asarray(sampled, np.bool_), routes))
         longest_leaf = _longest(leaves)
         num_first = longest_leaf.num_first_messages if longest_leaf else 0
         messages = longest_leaf.messages if longest_leaf else []

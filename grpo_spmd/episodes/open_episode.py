@@ -12,7 +12,8 @@ import numpy as np
 
 from grpo_spmd.episodes.chat_format import ChatFormat
 from grpo_spmd.episodes.openai_api import num_chars
-from grpo_spmd.records import Completion, Episode, Fields, Message, Segment, Turn
+from grpo_spmd.learn.contexts import extend_routes
+from grpo_spmd.records import Completion, Episode, Fields, Message, Routes, Segment, Turn
 
 # The episode ends after this many turns in a row in which all calls are invalid.
 MAX_INVALID_TURNS = 3
@@ -51,6 +52,7 @@ class OpenEpisode:
         self.context_ids = list(prompt_ids)
         # For each token of the context: True if the policy sampled it.
         self._sampled = [False] * len(prompt_ids)
+        self._routes: Routes | None = None
         self._finished_segments: list[Segment] = []
         self._num_prompt_tokens = len(prompt_ids)
         # The tokens of all segments, including the one that still grows.
@@ -84,6 +86,7 @@ class OpenEpisode:
         # The ids as they were sampled, and not the ids of the parsed text.
         self.context_ids += tokens
         self._sampled += [True] * len(tokens)
+        self._routes = extend_routes(self._routes, completion.routes)
         self._num_all_tokens += len(tokens)
         self.token_ids += tokens
         self.logprobs += completion.logprobs
@@ -160,6 +163,7 @@ class OpenEpisode:
             # The template rewrote earlier turns. Their sampled tokens stay in a finished segment,
             # and a new segment begins.
             self._finished_segments.append(self._segment())
+            self._routes = None
         self._sampled = [*self._sampled[:num_kept], *[False] * (len(ids) - num_kept)]
         self.context_ids = list(ids)
         self._num_all_tokens = num_all_tokens
@@ -180,7 +184,8 @@ class OpenEpisode:
         self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
 
     def _segment(self) -> Segment:
-        return Segment(np.array(self.context_ids, np.int32), np.array(self._sampled, np.bool_))
+        ids = np.array(self.context_ids, np.int32)
+        return Segment(ids, np.array(self._sampled, np.bool_), self._routes)
 
 
 def finish_reason(status: str | None) -> str:

@@ -21,13 +21,24 @@ from grpo_spmd.config.schema import AdvantageConfig, LossConfig
 from grpo_spmd.distributed.collectives import exchange_bytes, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
-from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts
+from grpo_spmd.learn.contexts import completion_contexts, read_routes, rollout_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep, rollout_advantages
 from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.model.attention import sequence_starts
 from grpo_spmd.model.offload import copy_to_device
-from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Segment
+from grpo_spmd.records import (
+    Decision,
+    MicroBatch,
+    Rollout,
+    RolloutBatch,
+    RowRoutes,
+    Segment,
+)
+
+# The policy's own routes are compared with the engine's in one of so many rollouts: a forward pass
+# without gradients takes a third of an update's time, so that this is 2 % of it.
+_SAMPLE_EVERY = 16
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
@@ -47,8 +58,27 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
         [pack_rollouts([rollouts_by_id[i] for i in row], session.device) for row in rows]
         for rows in decision.rows
     ]
-    batch = RolloutBatch(mini_batches, decision.num_loss_tokens, decision.num_loss_sequences)
+    rows = list(chain.from_iterable(decision.rows))
+    sample = _sample_routed([[rollouts_by_id[i] for i in row] for row in rows])
+    batch = RolloutBatch(
+        mini_batches,
+        decision.num_loss_tokens,
+        decision.num_loss_sequences,
+        routed_sample=pack_rollouts(sample, session.device) if sample else None,
+    )
     return batch, decision
+
+
+def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+    """Returns every 16th of the rollouts with routes, and no more tokens than the longest row
+    has."""
+    room = max((sum(rollout.num_tokens for rollout in row) for row in rows), default=0)
+    sample = []
+    for rollout in list(chain.from_iterable(rows))[::_SAMPLE_EVERY]:
+        room -= rollout.num_tokens
+        if room >= 0 and any(segment.routes is not None for segment in rollout.segments):
+            sample.append(rollout)
+    return sample
 
 
 def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Rollout]:
@@ -155,8 +185,11 @@ class _SentRollout(msgspec.Struct, array_like=True):
     in_loss: bool
     logprobs: bytes
     """float32, as in a MicroBatch."""
-    contexts: list[tuple[bytes, bytes]]
-    """Token ids (int32) and mask of the sampled tokens (a bit per token) of each context."""
+    contexts: list[tuple[bytes, bytes, bytes]]
+    """Token ids (int32), mask of the sampled tokens (a bit per token) and routes of each context.
+    The routes are empty if they were not recorded."""
+    route_shape: tuple[int, int] = (0, 0)
+    """(layers, k) of the routes."""
 
 
 def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
@@ -171,9 +204,16 @@ def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
             bool(rollout.loss_mask),
             logprobs=np.asarray(rollout.rollout_logprobs, np.float32).tobytes(),
             contexts=[
-                (context.token_ids.tobytes(), np.packbits(context.sampled).tobytes())
+                (
+                    context.token_ids.tobytes(),
+                    np.packbits(context.sampled).tobytes(),
+                    b"" if context.routes is None else context.routes.tobytes(),
+                )
                 for context in rollout_contexts([rollout])
             ],
+            route_shape=next(
+                (s.routes.shape[1:] for s in rollout.segments if s.routes is not None), (0, 0)
+            ),
         )
         for rollout in rollouts
     ]
@@ -185,10 +225,11 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
     rollouts = []
     for sent in msgspec.msgpack.decode(payload, type=list[_SentRollout]):
         segments = []
-        for id_bytes, mask_bytes in sent.contexts:
+        for id_bytes, mask_bytes, route_bytes in sent.contexts:
             ids = np.frombuffer(id_bytes, np.int32)
             bits = np.unpackbits(np.frombuffer(mask_bytes, np.uint8), count=len(ids))
-            segments.append(Segment(ids, bits.view(np.bool_)))
+            routes = read_routes(route_bytes, len(ids) - 1, sent.route_shape)
+            segments.append(Segment(ids, bits.view(np.bool_), routes))
         values = sent.advantages
         advantages = np.frombuffer(values) if isinstance(values, bytes) else values
         logprobs = np.frombuffer(sent.logprobs, np.float32)
@@ -245,6 +286,29 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_),
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=ids_with_tokens,
+        routes=_pack_routes(contexts, device),
+    )
+
+
+def _pack_routes(contexts: Sequence[Segment], device: torch.device) -> RowRoutes | None:
+    """Returns the routes of a row; None if none were recorded."""
+    recorded = [context.routes for context in contexts if context.routes is not None]
+    if not recorded:
+        return None
+    # Any routes do where nothing is recorded: such a token predicts none.
+    anywhere = np.broadcast_to(np.arange(recorded[0].shape[2]), (1, *recorded[0].shape[1:]))
+    blocks = []
+    is_recorded = []
+    for context in contexts:
+        routes = anywhere[:0] if context.routes is None else context.routes
+        num_missing = len(context.token_ids) - len(routes)
+        assert num_missing == 1 or not context.sampled.any(), "a sampled token has no routes"
+        last = routes[-1:] if len(routes) else anywhere
+        blocks += [routes, *[last] * num_missing]
+        is_recorded += [True] * len(routes) + [False] * num_missing
+    experts = torch.from_numpy(np.concatenate(blocks, dtype=recorded[0].dtype, casting="unsafe"))
+    return RowRoutes(
+        copy_to_device(experts, device), copy_to_device(torch.tensor(is_recorded), device)
     )
 
 

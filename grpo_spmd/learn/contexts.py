@@ -7,6 +7,7 @@ the policy, or all given by the prompt or the environment. No torch here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -21,6 +22,7 @@ from grpo_spmd.records import (
     Episode,
     MicroBatch,
     Rollout,
+    Routes,
     Segment,
 )
 
@@ -28,14 +30,17 @@ _Ids = list[int] | npt.NDArray[np.int32]
 
 
 def contexts_of(
-    prompt_ids: _Ids, completion_ids: _Ids, segments: Sequence[Segment] = ()
+    prompt_ids: _Ids,
+    completion_ids: _Ids,
+    segments: Sequence[Segment] = (),
+    routes: Routes | None = None,
 ) -> Sequence[Segment]:
     """Returns the contexts of a rollout: the segments of an episode, or without any segment the
-    prompt and its completion as one segment."""
+    prompt and its completion as one segment, with these `routes`."""
     if segments:
         return segments
     token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids)])
-    return (Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids)),)
+    return (Segment(token_ids, np.arange(len(token_ids)) >= len(prompt_ids), routes),)
 
 
 def rollout_contexts(rollouts: Iterable[Rollout]) -> list[Segment]:
@@ -50,7 +55,7 @@ def rollout_contexts(rollouts: Iterable[Rollout]) -> list[Segment]:
 def completion_contexts(prompt_ids: _Ids, completion: Completion) -> Sequence[Segment]:
     """Returns the contexts of a completion, whether it is an episode or not."""
     segments = completion.episode.segments if completion.episode is not None else ()
-    return contexts_of(prompt_ids, completion.token_ids, segments)
+    return contexts_of(prompt_ids, completion.token_ids, segments, completion.routes)
 
 
 def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
@@ -94,6 +99,28 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
     return None
 
 
+def read_routes(
+    content: bytes | memoryview, num_tokens: int, shape: tuple[int, int]
+) -> Routes | None:
+    """Returns the routes [num_tokens, layers, k] in the bytes of such an array; None without any.
+    `shape` is (layers, k)."""
+    size = num_tokens * math.prod(shape)
+    if not size or not len(content):
+        return None
+    width = memoryview(content).nbytes // size
+    return np.frombuffer(content, f"u{width}").reshape(num_tokens, *shape)
+
+
+def extend_routes(earlier: Routes | None, later: Routes | None) -> Routes | None:
+    """Returns the routes of a context after one more turn, whose routes are `later`.
+
+    A token keeps the routes with which the engine read it first: those of the logprobs that were
+    sampled after it, even if the engine has dropped its keys and values and read it again."""
+    if earlier is None or later is None:
+        return later
+    return np.concatenate([earlier, later[len(earlier) :]])
+
+
 def shorten_segments(
     segments: Sequence[Segment], max_given: int, max_sampled: int, max_stretch: int
 ) -> tuple[Segment, ...]:
@@ -122,7 +149,11 @@ def shorten_segments(
         if len(chosen):
             num_left -= len(chosen)
             is_kept &= positions <= chosen[-1]
-            short.append(Segment(segment.token_ids[is_kept], sampled[is_kept]))
+            routes = segment.routes
+            if routes is not None:
+                # As in a whole segment, all kept tokens but the last have routes.
+                routes = routes[np.flatnonzero(is_kept)[:-1]]
+            short.append(Segment(segment.token_ids[is_kept], sampled[is_kept], routes))
     return tuple(short)
 
 
@@ -137,12 +168,15 @@ class RowContext:
     """[n] Positions in the sequence of the tokens that the policy sampled."""
     tokens: npt.NDArray[np.int64]
     """[n] Indices of the same tokens among the completion tokens of the row."""
+    routes: Routes | None = None
+    """The routes of all tokens; those of the last one mean nothing. None: the row has none."""
 
 
 def row_contexts(row: MicroBatch) -> list[RowContext]:
     """Returns the contexts of a row in their order. Waits for the device."""
     columns = (row.input_ids, row.predict_index, row.sequence_index)
     input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
+    routes = None if row.routes is None else row.routes.experts.cpu().numpy()
     # Sequence s of the row is input_ids[bounds[s] : bounds[s + 1]].
     bounds = np.cumsum([0, *row.sequence_lengths])
     sequence_of_token = np.searchsorted(bounds, predict_index, side="right") - 1
@@ -157,6 +191,7 @@ def row_contexts(row: MicroBatch) -> list[RowContext]:
                 input_ids[start : bounds[sequence + 1]],
                 sampled_at=predict_index[tokens] + 1 - start,
                 tokens=tokens,
+                routes=None if routes is None else routes[start : bounds[sequence + 1]],
             )
         )
     return contexts

@@ -26,6 +26,7 @@ from grpo_spmd.learn.losses import (
     rollout_correction,
     taught_loss,
 )
+from grpo_spmd.learn.router_loss import attach_loads, compare_routes
 from grpo_spmd.model.optimizer import build_optimizer, resume_schedule
 from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.model.sharding import reshard
@@ -95,17 +96,22 @@ def attach_logprobs(
     num_optimizer_steps: int,
     stop_check: StopCheck | None = None,
     keep_scores: KeepScores | None = None,
-) -> None:
+) -> Reductions:
     """Collective. Fills `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs
-    them.
+    them, and the loads of a load-balance loss.
 
     With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is
     made for them. If `stop_check` raises, the policy is as it was. `keep_scores` receives the
-    policy's scores.
+    policy's scores. Returns metrics of the policy's own routes; {} if it does not replay.
     """
     uses_engine = loss.old_logprobs == "engine"
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
+    route_metrics: Reductions = {}
     try:
+        if policy.replays_routes:
+            if loss.router_aux_coef:
+                attach_loads(policy, batch.mini_batches, loss.router_aux_coef)
+            route_metrics = compare_routes(policy, batch.routed_sample)
         for micro_batch in batch.micro_batches:
             if stop_check is not None and (needs_old or reference is not None):
                 stop_check(False)
@@ -121,6 +127,7 @@ def attach_logprobs(
         # FSDP leaves the root gathered until a backward pass, and a step in which no token counts
         # has none.
         reshard(policy)
+    return route_metrics
 
 
 def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
@@ -402,6 +409,10 @@ class PolicyUpdater(Learner):
             value_term = value_head.loss_term(values, micro_batch, num_loss_tokens)
             total = total + value_term
             metrics |= {"loss": Sum(total.detach()), "value": Sum(value_term.detach())}
+        # The routers add the gradient of their load-balance loss themselves (model/routing.py).
+        if micro_batch.routes is not None and micro_batch.routes.balance_losses:
+            balance = torch.stack([*micro_batch.routes.balance_losses.values()]).sum()
+            metrics |= {"loss": Sum(total.detach() + balance), "router_aux": Sum(balance)}
         if torch.is_grad_enabled():
             total.backward()
         if is_synced:

@@ -25,6 +25,7 @@ from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.logits import capped_attention
+from grpo_spmd.records import RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
@@ -33,10 +34,18 @@ Backend = Literal["flash", "varlen", "sdpa"]
 class PackedLayout:
     """Says where the sequences of a packed row lie, and which back end computes their attention."""
 
-    def __init__(self, lengths: list[int], starts: Tensor, backend: Backend) -> None:
+    def __init__(
+        self,
+        lengths: list[int],
+        starts: Tensor,
+        backend: Backend,
+        routes: RowRoutes | None = None,
+    ) -> None:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
-        `sequence_starts` on the row's device."""
+        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py):
+        transformers hands the layout to every layer."""
         self.backend = backend
+        self.routes = routes
         if backend == "sdpa":
             # Pairs (number of sequences, their length) for neighbours of equal length. Packing
             # sorts by length, so that all sequences of one length are neighbours.

@@ -42,6 +42,7 @@ from grpo_spmd.model.families.stored import (
 )
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
+from grpo_spmd.model.routing import replay_in_layers, router_kind
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -78,6 +79,16 @@ class Policy(nn.Module):
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
+        kind = router_kind(self.model)
+        routers: list[Any] = [
+            m for m in self.model.modules() if kind and isinstance(m, kind.module_class)
+        ]
+        self.num_routers = len(routers)
+        """Layers with a router that can replay; 0 for a dense model."""
+        self.num_experts: int = routers[0].weight.shape[0] if routers else 0
+        """Experts of a layer."""
+        self.replays_routes = False
+        """True if the engine records routes for this policy's rollouts."""
 
     @property
     def num_parameters(self) -> int:
@@ -97,7 +108,9 @@ class Policy(nn.Module):
 
         Entropies are those of the distributions that the targets were drawn from. After them come
         the results of `terms`; with `only_term` these alone."""
-        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)
+        layout = PackedLayout(
+            batch.sequence_lengths, batch.sequence_starts, self.attention, batch.routes
+        )
         states = self.model.get_decoder()(
             input_ids=batch.input_ids[None],
             position_ids=batch.position_ids[None],
@@ -176,6 +189,7 @@ def build_policy(
     seed: int = 0,
     max_rollout_tokens: int = 0,
     role: str = "reference",
+    replays_routes: bool = False,
 ) -> Policy:
     """Collective. Returns the model of `config.path`, sharded.
 
@@ -184,7 +198,7 @@ def build_policy(
     compute dtype. Without `trainable` all of it is frozen so, and `role` is its name in the log.
     `max_rollout_tokens` bounds a rollout's tokens, as the engine is told: some models have other
     rotary
-    factors for long ones."""
+    factors for long ones. `replays_routes`: the engine records routes for this policy."""
     hf_config = trainable_config(config.path, max_rollout_tokens)
     compute = DTYPES[config.dtype]
     has_adapters = trainable and config.lora.rank > 0
@@ -200,6 +214,12 @@ def build_policy(
     folder = checkpoint_folder(config.path)
     stored = refuse_tensors(policy.model, folder, policy.saved)
     policy.max_rollout_tokens = max_rollout_tokens
+    policy.replays_routes = replays_routes and policy.num_routers > 0
+    if replays_routes and not policy.num_routers:
+        _log.warning(
+            "model.router_replay: off, since transformers does not say where %s has its routers",
+            type(policy.model).__name__,
+        )
     policy.compute_dtype = compute
     policy.train(trainable)  # there is no dropout left for it to switch on
     policy.requires_grad_(trainable)
@@ -208,8 +228,8 @@ def build_policy(
             lora.add_adapters(policy.model, config.lora)
         policy.lora = config.lora
     layers = decoder_layers(policy.model)
-    for layer in layers:
-        set_up_layer(layer, trainable and config.recompute, config.compile)
+    for layer, run in zip(layers, replay_in_layers(policy.model, layers), strict=True):
+        set_up_layer(layer, trainable and config.recompute, config.compile, run)
     # The root keeps embedding and lm_head gathered from forward to backward pass. A frozen model
     # has no backward pass, and would keep them for good.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)
@@ -315,15 +335,22 @@ _KEPT_OPERATORS = (
 
 
 def set_up_layer(
-    layer: nn.Module, activation_checkpointing: bool | Literal["selective"], compile: bool
+    layer: nn.Module,
+    activation_checkpointing: bool | Literal["selective"],
+    compile: bool,
+    run: Callable[..., Any] | None = None,
 ) -> None:
     """Makes a layer recompute its activations (all, or `selective`) and compiles it.
+
+    If `run` is given, it is called with the layer's forward and arguments, in recomputations too.
 
     Call it before FSDP wraps the layer: FSDP's hooks, which gather the parameters before the layer
     runs again, then stay outside. Only `layer.forward` changes."""
     forward = layer.forward
     if compile:
         forward = torch.compile(forward, dynamic=True)  # one kernel for all lengths from the start
+    if run is not None:
+        forward = partial(run, forward)
     # There is no dropout, so no random state to restore. Without gradients checkpoint() just calls
     # the layer. A compiled layer keeps by itself about what `selective` keeps, since the compiler
     # recomputes what is cheap; for torch's selective checkpointing it would be one opaque operator,

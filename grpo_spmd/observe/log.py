@@ -49,8 +49,8 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
     terms = {name: sums[name].value for name in ("policy", "kl", "entropy")}
     # "total" comes first, so that the metrics are in a fixed order
     terms = {"total": total_loss(terms["policy"], terms["kl"], terms["entropy"], loss), **terms}
-    # the loss has these terms only if there is a teacher or a critic
-    for name in ("teacher", "value"):
+    # the loss has these terms only if there is a teacher, a critic or a load-balance loss
+    for name in ("teacher", "value", "router_aux"):
         if name in sums:
             terms[name] = sums[name].value
             terms["total"] += terms[name]

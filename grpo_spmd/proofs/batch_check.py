@@ -55,6 +55,7 @@ from grpo_spmd.records import (
     MicroBatch,
     RolloutBatch,
     RolloutGroup,
+    Routes,
     ScoredRollouts,
     StepDecision,
 )
@@ -142,6 +143,7 @@ class BatchCheck:
                     completion.logprobs,
                     np.broadcast_to(credit, num_tokens),
                     mask=[decision.in_loss[i]] * num_tokens,
+                    routes=[context.routes for context in contexts],
                 )
                 reports.append((i, rollout_hash, rewards[i]))
         result.metrics["advantages"] = decision.num_rollouts
@@ -466,13 +468,19 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
     for number, i in enumerate(row.rollout_ids):
         entries = np.flatnonzero(index == number)
         tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
+        routes = [c.routes for c in contexts if c.rollout_id == i]
         # A position may be behind the last token, where there is no other.
         following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
         if not is_aligned or not np.array_equal(targets[entries], following):
             hashes.append((i, _MISALIGNED))
             continue
         hashes.append(
-            (i, _hash_rollout(tokens, logprobs[entries], advantages[entries], mask[entries]))
+            (
+                i,
+                _hash_rollout(
+                    tokens, logprobs[entries], advantages[entries], mask[entries], routes
+                ),
+            )
         )
     return hashes
 
@@ -482,16 +490,24 @@ def _hash_rollout(
     logprobs: ArrayLike,
     advantages: ArrayLike,
     mask: ArrayLike,
+    routes: Sequence[Routes | None] = (),
 ) -> int:
     """Returns the hash of a rollout, or NO_TOKENS if no token of it was sampled.
 
     `contexts` has, for each sequence that the policy read, its token ids and the positions of the
     sampled tokens among them. Tokens after the last sampled one do not count. `logprobs`,
-    `advantages` and `mask` have one value for each sampled token."""
+    `advantages` and `mask` have one value for each sampled token. `routes` are those of the
+    contexts, if they were recorded."""
     chunks = [
         np.concatenate([ids[: sampled[-1] + 1], [-1], sampled]).astype(np.int64).tobytes()
         for ids, sampled in contexts
         if len(sampled)
+    ]
+    # Not strict: a run without experts has none.
+    chunks += [
+        experts[: sampled[-1]].tobytes()
+        for (_, sampled), experts in zip(contexts, routes, strict=False)
+        if experts is not None and len(sampled)
     ]
     chunks += [np.asarray(x, np.float32).tobytes() for x in (logprobs, advantages, mask)]
     return zlib.crc32(b"".join(chunks)) if any(chunks) else NO_TOKENS

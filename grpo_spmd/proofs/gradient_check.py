@@ -40,13 +40,19 @@ from grpo_spmd.distributed.collectives import any_rank, on_rank0
 from grpo_spmd.distributed.reductions import merge
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
+from grpo_spmd.learn.router_loss import attach_loads
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain_forward import (
+    padded_routes,
+    use_float32,
+    use_plain_attention,
+    use_plain_routes,
+)
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
@@ -403,6 +409,8 @@ class GradientCheck:
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
         batches = [pack_rollouts(row, device) for row in rows]
+        if policy.replays_routes and self._loss.router_aux_coef:
+            attach_loads(policy, [batches], self._loss.router_aux_coef)
         num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(batches)))
         teacher = self._make_teacher() if self._make_teacher is not None else None
         if teacher is not None:
@@ -421,12 +429,26 @@ class GradientCheck:
         sketch = _Sketch(policy)
         columns = trainer.columns()
         counts = (num_tokens, num_sequences)
-        with use_plain_attention(policy.model), sketch.watching():
+        routes = plain_routes(rollouts, device)
+        with (
+            use_plain_attention(policy.model),
+            use_plain_routes(policy.model, routes) as router_logits,
+            sketch.watching(),
+        ):
             sketch_of_trainer = sketch.of_gradient()
             plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
             self._widen_bounds(plain.mean_max_logit)
             differences = _score_differences(columns, plain, teacher)
             terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
+            if policy.replays_routes and self._loss.router_aux_coef:
+                balance = self._plain_balance(rollouts, router_logits)
+                terms["router_aux"] = balance
+                loss = terms["loss"]
+                # With the trainer's value: in bfloat16 the routers' probabilities are rounded.
+                total = loss.value + balance.value - balance.value.detach()
+                if "router_aux" in totals:
+                    total = total + float(totals["router_aux"].value)
+                terms["loss"] = LossTerm(total, loss.size + balance.size)
             if values is not None:
                 value = values.plain_term(result, rollouts, num_tokens, self._min_score_bound)
                 loss = terms["loss"]
@@ -434,6 +456,7 @@ class GradientCheck:
                 terms["value"] = value
             # Subtracts the plain gradient: what is left is the difference.
             (-terms["loss"].value - plain.zero).backward()
+        term_bounds = {"entropy": math.inf, "router_aux": self.score_bound}
         for name, term in terms.items():
             # The entropy was compared token by token already.
             if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
@@ -442,7 +465,7 @@ class GradientCheck:
                     f"the term {name!r} of the loss, of the size of what it sums,",
                     "loss",
                     difference / max(term.size, 1e-12),
-                    bound=self._bounds.term if name != "entropy" else math.inf,
+                    bound=term_bounds.get(name, self._bounds.term),
                 )
         # 3. The comparisons, which are collective: every rank makes all of them.
         relative = _relative_norms(trainer_squares, gradient_squares(policy))
@@ -490,7 +513,8 @@ class GradientCheck:
 
         def plain_pass() -> Tensor:
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
-            with use_plain_attention(model.model), without_adapters:
+            routes = use_plain_routes(model.model, plain_routes(rollouts, device))
+            with use_plain_attention(model.model), routes, without_adapters:
                 scores = _plain_scores(model, rollouts, self._rollout.temperature, device)
             return scores.logprobs
 
@@ -563,6 +587,35 @@ class GradientCheck:
             teacher_coef=teacher.coef if teacher is not None else 0.0,
         )
 
+    def _plain_balance(
+        self, rollouts: Sequence[Rollout], router_logits: dict[int, Tensor]
+    ) -> LossTerm:
+        """Collective. Returns this rank's part of the load-balance loss, from the routes of its
+        rollouts and the plain routers' logits [S * L, E] by layer."""
+        policy = self._policy
+        contexts = rollout_contexts(rollouts)
+        layers = range(policy.model.config.num_hidden_layers)
+        counts = [[0] * policy.num_experts for _ in layers]
+        for context in contexts:
+            assert context.routes is not None
+            for layer in layers:
+                for expert in context.routes[:, layer].flatten().tolist():
+                    counts[layer][expert] += 1
+        # The engine has read all tokens of a sequence but its last.
+        lengths = [len(context.token_ids) - 1 for context in contexts]
+        flat = [*chain.from_iterable(counts), sum(lengths)]
+        *sums, num_tokens = np.array(sum_over_ranks(flat), np.float64)
+        fractions = np.reshape(sums, (len(layers), -1)) / max(num_tokens, 1.0)
+        value = torch.zeros((), dtype=torch.float64)
+        for layer, logits in router_logits.items():
+            rows = logits.double().softmax(-1).unflatten(0, (len(lengths), -1))
+            means = sum(row[:length].sum(0) for row, length in zip(rows, lengths, strict=True))
+            fraction = torch.from_numpy(fractions[layer]).to(logits.device)
+            value = value.to(logits.device) + (fraction * means).sum() / max(num_tokens, 1.0)
+        scale = policy.num_experts / policy.num_routers
+        value = self._loss.router_aux_coef * scale * value
+        return LossTerm(value, float(value.detach()))
+
     def _measure_noise(
         self,
         rollouts: Sequence[Rollout],
@@ -582,7 +635,8 @@ class GradientCheck:
         self._updater.optimizer.zero_grad(set_to_none=True)
         temperature = self._rollout.temperature
         logprobs = []
-        with use_plain_attention(policy.model):
+        routes = plain_routes(rollouts, device)
+        with use_plain_attention(policy.model), use_plain_routes(policy.model, routes):
             for arithmetic, sign in ((nullcontext(), 1.0), (use_float32(policy), -1.0)):
                 with arithmetic:
                     plain = _plain_scores(policy, rollouts, temperature, device)
@@ -795,6 +849,13 @@ def padded_contexts(
     rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True)
     sampled = [torch.from_numpy(np.flatnonzero(context.sampled)).to(device) for context in contexts]
     return rows.to(device), sampled
+
+
+def plain_routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | None:
+    """Returns the routes of the rows of `padded_contexts`; None if none were recorded."""
+    contexts = rollout_contexts(rollouts)
+    num_tokens = max((len(context.token_ids) for context in contexts), default=0)
+    return padded_routes(contexts, num_tokens, device)
 
 
 def _plain_scores(

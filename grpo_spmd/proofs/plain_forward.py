@@ -13,11 +13,12 @@ accumulate scores in float32 and keep them so; this does the same with plain ope
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -25,6 +26,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
+
+from grpo_spmd.learn.contexts import RowContext
+from grpo_spmd.model.families.build import decoder_layers
+from grpo_spmd.model.routing import RouterKind, router_kind
+from grpo_spmd.records import Segment
 
 _NAME = "grpo_spmd_plain"
 
@@ -75,6 +81,73 @@ def use_plain_attention(model: Any) -> Iterator[None]:
     finally:
         for config, name in zip(configs, implementations, strict=True):
             config._attn_implementation = name
+
+
+def padded_routes(
+    contexts: Sequence[Segment | RowContext], num_tokens: int, device: torch.device
+) -> Tensor | None:
+    """Returns the routes [S, L, layers, k] of rows of one context each, padded to L = `num_tokens`;
+    None if none were recorded."""
+    routes = [context.routes for context in contexts if context.routes is not None]
+    if not routes or len(routes) < len(contexts):
+        return None
+    padded = torch.zeros(len(routes), num_tokens, *routes[0].shape[1:], dtype=torch.int64)
+    for row, experts in zip(padded, routes, strict=True):
+        num_rows = min(len(experts), num_tokens)
+        row[:num_rows] = torch.from_numpy(experts[:num_rows].astype(np.int64))
+    return padded.to(device)
+
+
+@contextmanager
+def use_plain_routes(model: Any, experts: Tensor | None) -> Iterator[dict[int, Tensor]]:
+    """Returns a context manager. Within it the routers of a mixture of experts take the `experts`
+    [S, L, layers, k], in passes over these S rows.
+
+    Their weights are written out: the softmax over the router's logits at the given experts,
+    divided by its sum where the model does so. Yields a dict that gets the logits [S * L, E] of the
+    last pass by layer. Without `experts` the model takes its own routes, and the dict stays empty.
+    A backward pass must be within it too."""
+    logits: dict[int, Tensor] = {}
+    kind = router_kind(model)
+    if experts is None or kind is None:
+        yield logits
+        return
+    routers: list[tuple[int, Any]] = [
+        (number, module)
+        for number, layer in enumerate(decoder_layers(model))
+        for module in layer.modules()
+        if isinstance(module, kind.module_class)
+    ]
+    forwards = [router.forward for _, router in routers]
+    try:
+        for number, router in routers:
+            given = experts[:, :, number].flatten(0, 1)
+            router.forward = partial(_route_plainly, router, kind, number, given, logits)
+        yield logits
+    finally:
+        for (_, router), forward in zip(routers, forwards, strict=True):
+            router.forward = forward
+
+
+def _route_plainly(
+    router: Any,
+    kind: RouterKind,
+    layer: int,
+    experts: Tensor,
+    logits: dict[int, Tensor],
+    hidden: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns logits, weights and numbers of given experts [tokens, k], in the class's order."""
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    logits[layer] = torch.nn.functional.linear(hidden, router.weight.to(hidden.dtype)).float()
+    weights = logits[layer].softmax(-1).gather(-1, experts)
+    # Classes without the setting always divide.
+    if getattr(router, "norm_topk_prob", True):
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(hidden.dtype)
+    if kind.logits_index == 0:
+        return logits[layer], weights, experts
+    return experts, weights, logits[layer]
 
 
 class _Float32Arguments(TorchFunctionMode):

@@ -22,6 +22,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,12 +33,13 @@ from grpo_spmd.config.schema import EnvironmentConfig, ModelConfig, RewardConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.files import open_regular, write_durably
+from grpo_spmd.learn.contexts import read_routes
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
 from grpo_spmd.records import FAILED_STATUSES, Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
 _FOLDER = "rollout_buffer"
-_FORMAT = "4"
+_FORMAT = "5"
 # Seconds between two writes: a process that is killed loses at most this much work.
 _WRITE_EVERY_S = 60.0
 # The settings that determine the content of an episode. Deadlines and numbers of processes do not.
@@ -63,6 +65,8 @@ class _Record(msgspec.Struct):
     finish_reason: str
     episode: memoryview | None = None
     """The result of `encode_episode`; None without an environment."""
+    routes: list[tuple[memoryview, tuple[int, int, int]]] = []
+    """The routes of each of the completion's contexts, and their shape; empty without any."""
 
 
 class _File(msgspec.Struct):
@@ -114,6 +118,8 @@ class RolloutBuffer:
             for name in ("temperature", "max_completion_tokens", "stop", "engine")
         }
         decisive = [seed, model.path, model.dtype, config_to_dict(model.lora), sampling]
+        # A loss that replays needs the routes.
+        decisive.append(model.router_replay)
         if environment is not None:
             decisive.append(environment_id(environment, rewards))
         content = json.dumps(decisive, sort_keys=True).encode()
@@ -205,7 +211,15 @@ class RolloutBuffer:
         episode = None
         if record.episode is not None:
             episode = read_episode(json.loads(bytes(record.episode)), token_ids)
-        return Completion(token_ids, logprobs, record.finish_reason, episode)
+        completion = Completion(token_ids, logprobs, record.finish_reason, episode)
+        routes = [read_routes(content, n, (layers, k)) for content, (n, layers, k) in record.routes]
+        if not routes:
+            return completion
+        if episode is None:
+            return replace(completion, routes=routes[0])
+        segments = zip(episode.segments, routes, strict=True)
+        routed = tuple(replace(segment, routes=experts) for segment, experts in segments)
+        return replace(completion, episode=replace(episode, segments=routed))
 
     def _map_file(self, name: str) -> _File:
         """Returns the contents of one of the step's files.
@@ -231,6 +245,7 @@ class RolloutBuffer:
             if encoded is None:
                 return
             episode = memoryview(encoded)
+        routed = completion.episode.segments if completion.episode else [completion]
         self._pending.append(
             _Record(
                 position=prompt.position,
@@ -241,6 +256,11 @@ class RolloutBuffer:
                 logprobs=memoryview(array("d", completion.logprobs)),
                 finish_reason=completion.finish_reason,
                 episode=episode,
+                routes=[
+                    (memoryview(context.routes.tobytes()), context.routes.shape)
+                    for context in routed
+                    if context.routes is not None
+                ],
             )
         )
         if time.monotonic() - self._last_write > _WRITE_EVERY_S:

@@ -59,7 +59,7 @@ from grpo_spmd.proofs.gradient_check import (
     join_ranks,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain_forward import padded_routes, use_float32, use_plain_attention
 from grpo_spmd.proofs.plain_loss import plain_kl
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
@@ -67,6 +67,7 @@ from grpo_spmd.signals.value_proofs import (
     MAX_VALUE_BOUND,
     CriticUpdateCheck,
     ValueTargets,
+    plain_values,
     random_head,
     relative_size,
 )
@@ -521,6 +522,7 @@ class CriticCheck:
             for context, end in zip(contexts, ends, strict=True)
         ]
         padded = pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
+        routes = padded_routes(contexts, padded.shape[1], padded.device)
 
         def compared(values: Tensor) -> Tensor:
             """Returns those of the values [S, L] that are compared; one without a rollout."""
@@ -535,7 +537,7 @@ class CriticCheck:
         with random_head(self._model.head):
             by_trainer = self._model(row)
             with use_plain_attention(self._model.backbone):
-                expected = compared(self._model.plain_values(padded))
+                expected = compared(plain_values(self._model, padded, routes))
                 if contexts:
                     tokens = [
                         context.tokens[context.sampled_at <= end]
@@ -547,7 +549,7 @@ class CriticCheck:
                 def measure_noise() -> float:
                     model = self._model
                     with use_float32(model.policy if isinstance(model, PolicyValues) else model):
-                        exact = compared(model.plain_values(padded))
+                        exact = compared(plain_values(model, padded, routes))
                     return relative_size(exact - expected, expected)
 
                 bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)

@@ -82,7 +82,10 @@ class TeacherModel:
     """True if nobody else in the run holds the model."""
 
     def score(self, row: MicroBatch, term: Term) -> Any:
-        """Collective. Returns the result of `term(hidden states [C, D], head [V, D])`."""
+        """Collective. Returns the result of `term(hidden states [C, D], head [V, D])`.
+
+        A teacher takes its own routes, since it may be another model than the one that sampled."""
+        row = dataclasses.replace(row, routes=None)
         with adapters_off(self.model.model) if self.is_base else nullcontext():
             return self.model(row, term, only_term=True)[0]
 

@@ -33,11 +33,12 @@ from grpo_spmd.proofs.gradient_check import (
     count_loss,
     gradient_squares,
     padded_contexts,
+    plain_routes,
     relative_difference,
     short_rollouts,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention, use_plain_routes
 from grpo_spmd.proofs.plain_loss import LossTerm
 from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
@@ -356,13 +357,22 @@ def _gradient_norm(model: nn.Module) -> float:
     return math.sqrt(squares[0]) + 1e-30
 
 
+def plain_values(model: ValueModel | PolicyValues, rows: Tensor, routes: Tensor | None) -> Tensor:
+    """Collective. Returns values [S, L] of rows of one sequence each, by a plain pass. A head on
+    the policy sees the states of its replayed `routes`, a critic of its own takes its own."""
+    if not isinstance(model, PolicyValues):
+        return model.plain_values(rows)
+    with use_plain_routes(model.policy.model, routes):
+        return model.plain_values(rows)
+
+
 def _plain_values(
     model: ValueModel | PolicyValues, rollouts: Sequence[Rollout], device: torch.device
 ) -> Tensor:
     """Collective. Returns the values [n] of the sampled tokens, float64 with their graph, by a
     plain pass; one value without a rollout."""
     rows, sampled = padded_contexts(rollouts, device)
-    values = model.plain_values(rows)
+    values = plain_values(model, rows, plain_routes(rollouts, device))
     # The value of a token is that of the position that predicts it.
     pieces = [values[number, positions - 1] for number, positions in enumerate(sampled)]
     return torch.cat(pieces or [values[0]]).double()

@@ -39,6 +39,7 @@ _NOT_VLLMS |= {
     "path",
     "dtype",
     "lora",
+    "router_replay",
     "rank",
     "base_stays_in_engine",
     "set_submodule",

@@ -261,6 +261,10 @@ def train(
             seed=config.seed,
             max_rollout_tokens=config.max_rollout_tokens,
         )
+    if policy.num_routers and config.model.router_replay:
+        notes.append(
+            "the dump has no routes: the policy takes its own, without loss.router_aux_coef's term"
+        )
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
     prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}

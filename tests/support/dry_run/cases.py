@@ -34,6 +34,7 @@ from grpo_spmd.distributed.session import Session, policy_mesh
 from grpo_spmd.distributed.store import open_store
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
+from grpo_spmd.learn.router_loss import attach_loads, compare_routes
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
 from grpo_spmd.model.offload import HostOffload, optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
@@ -109,12 +110,19 @@ class Trials:
     ) -> tuple[Policy, PolicyUpdater, dict[str, Tensor]]:
         """A policy after some updates on one micro-batch, and its logprobs, gradients and
         parameters, by name."""
-        policy = build_policy(config.model, config.rollout.temperature, session)
+        # Experts that are recomputed replay routes too, and learn from a load-balance loss.
+        is_routed = "experts" in config.model.path and config.model.recompute is True
+        policy = build_policy(
+            config.model, config.rollout.temperature, session, replays_routes=is_routed
+        )
         updater, batch, result = (
             updater_of(policy, config),
-            micro_batch(session.device),
+            micro_batch(session.device, is_routed=is_routed),
             dict[str, Tensor](),
         )
+        if is_routed:
+            attach_loads(policy, [[batch]], 0.5)
+            compare_routes(policy, micro_batch(session.device, is_routed=True))
         if policy.lora.rank:  # B starts at 0, where A has no gradient
             with torch.no_grad():
                 for name, parameter in policy.named_parameters():
@@ -170,6 +178,7 @@ class Trials:
             "adapters": {"lora": {"rank": 4}},
             "8-bit moments": {},
             "experts": {"path": str(experts), "dtype": "bfloat16"},
+            "routes": {"path": str(experts), "dtype": "bfloat16", "activation_checkpointing": True},
         }
         for name, changes in variants.items():
             config = with_model(self.config, **changes)

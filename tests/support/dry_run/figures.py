@@ -7,6 +7,7 @@ import dataclasses
 import gc
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -15,7 +16,7 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.policy import Policy, build_policy
-from grpo_spmd.records import MicroBatch, Rollout, SyncStats
+from grpo_spmd.records import MicroBatch, Rollout, Segment, SyncStats
 from tests.support.dry_run.device import Meter
 from tests.support.full_tensors import gather_full_tensors
 from tests.support.learn import updater_of
@@ -34,7 +35,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def micro_batch(device: torch.device, max_length: int = 99) -> MicroBatch:
+def micro_batch(
+    device: torch.device, max_length: int = 99, *, is_routed: bool = False
+) -> MicroBatch:
+    """`is_routed`: with routes of two layers with six experts, two of them for a token."""
     rollouts = []
     for number, (prompt, completion) in enumerate(LENGTHS):
         ids = [
@@ -45,7 +49,18 @@ def micro_batch(device: torch.device, max_length: int = 99) -> MicroBatch:
             (-1.0) ** number,
             [-1.0 - 0.1 * position for position in range(len(ids) - prompt)],
         )
-        rollouts.append(Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs))
+        segments: tuple[Segment, ...] = ()
+        if is_routed:
+            positions = np.arange(len(ids))
+            routes = positions[:-1, None, None] + np.array([[0, 1], [2, 5]])
+            segments = (
+                Segment(
+                    np.array(ids, np.int32), positions >= prompt, (routes % 6).astype(np.uint8)
+                ),
+            )
+        rollouts.append(
+            Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs, segments)
+        )
     return pack_rollouts(rollouts, device)
 
 

@@ -29,6 +29,7 @@ from grpo_spmd.distributed.session import Session, end_session, policy_mesh, sta
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.update import attach_logprobs
+from grpo_spmd.model.families.refusals import refuse_tensors
 from grpo_spmd.model.policy import (
     Policy,
     build_policy,
@@ -244,7 +245,9 @@ def one_update(
     packed: bool,
     session: Session,
 ) -> dict[str, Any]:
-    load_weights(hf_named_parameters(policy), Path(config.model.path))
+    folder = Path(config.model.path)
+    stored = refuse_tensors(policy.model, folder, policy.saved)
+    load_weights(hf_named_parameters(policy), folder, stored)
     updater = updater_of(policy, config)
     gradients: list[dict[str, torch.Tensor]] = []
     updater.optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
@@ -297,6 +300,7 @@ def one_update(
             [*map(bytes.decode, retained.lines())],
         ),
         "rows": len(batch.mini_batches[0]),
+        "router_aux": sums["router_aux"].value if "router_aux" in sums else 0.0,
         "gradients": gradients,
         "parameters": {
             name: parameter.full_tensor().clone() for name, parameter in hf_named_parameters(policy)

@@ -1,0 +1,125 @@
+"""The engine's routes of a mixture of experts: which experts each layer took for each token.
+
+On a GPU vLLM returns them with a completion (`enable_return_routed_experts`). It does so with its
+V2 model runner alone (0.32), which no CPU has: there `RouteRecorder` keeps the routes of each slot
+of the KV cache, beside the keys and values that the same forward pass wrote. A block that several
+requests share thus has the routes of the request that was first, and a preempted request those of
+the pass whose keys and values it went on with.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from grpo_spmd.model.hf_files import first_line
+from grpo_spmd.model.routing import num_experts
+from grpo_spmd.records import Routes
+
+_log = logging.getLogger("grpo_spmd")
+_OPTION = "enable_return_routed_experts"
+# What vLLM says of a config with which it cannot return routes.
+_REFUSALS = ("AuxOutput", "enable-return-routed-experts")
+
+
+def recording_options(hf_config: Any, device: str) -> dict[str, Any]:
+    """Returns the options with which vLLM returns routes; {} where it has nothing to return or
+    cannot."""
+    if device != "cuda" or not num_experts(hf_config):
+        return {}
+    # Earlier versions (0.26 has some) return them in other forms, or not for cached prefixes.
+    is_known = find_spec("vllm.config.aux_output") is not None
+    return {_OPTION: True} if is_known else {}
+
+
+def with_routes_if_possible(make: Callable[..., Any], options: dict[str, Any]) -> Any:
+    """Returns `make(**options)`, an engine. If vLLM cannot return routes with these options, it
+    says so before it loads anything: then it is made without, and a warning says why."""
+    try:
+        return make(**options)
+    except ValueError as error:
+        if _OPTION not in options or not any(text in str(error) for text in _REFUSALS):
+            raise
+        _log.warning("model.router_replay: off, since vLLM says: %s", first_line(error))
+    return make(**{name: value for name, value in options.items() if name != _OPTION})
+
+
+class RouteRecorder:
+    """Records the routes of an engine on a CPU."""
+
+    def __init__(self, llm: Any, hf_config: Any) -> None:
+        """`llm` is a vllm.LLM without running requests."""
+        self._num_layers: int = hf_config.num_hidden_layers
+        self._dtype = np.uint8 if num_experts(hf_config) <= 256 else np.uint16
+        cache = llm.llm_engine.vllm_config.cache_config
+        self._block_size: int = cache.block_size
+        self._num_slots: int = cache.num_gpu_blocks * cache.block_size
+        # [slots, layers, k]; made when k is known.
+        self._slots: Routes | None = None
+        # The experts [tokens, k] of each layer in the present forward pass.
+        self._captured: dict[int, Tensor] = {}
+        # By request id, until the completion is taken.
+        self._finished: dict[str, Routes] = {}
+        for module in _routed_layers(llm):
+            module.router.set_capture_fn(partial(self._captured.__setitem__, module.layer_id))
+        self._runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        self._scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        self._execute_model = self._runner.execute_model
+        self._runner.execute_model = self._run_and_record
+        self._free_request = self._scheduler._free_request
+        self._scheduler._free_request = self._read_and_free
+
+    def clear(self) -> None:
+        """Forgets the requests of earlier generations that were aborted."""
+        self._finished.clear()
+
+    def take(self, request_id: str, num_tokens: int) -> Routes:
+        """Returns the routes of the first `num_tokens` tokens of a finished request."""
+        return self._finished.pop(request_id)[:num_tokens]
+
+    def _run_and_record(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        self._captured.clear()
+        result = self._execute_model(scheduler_output, *args, **kwargs)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        if num_tokens:
+            if self._slots is None:
+                width = next(iter(self._captured.values())).shape[1]
+                self._slots = np.zeros((self._num_slots, self._num_layers, width), self._dtype)
+            # The tensor named gpu is on the engine's device.
+            mapping = self._runner.input_batch.block_table[0].slot_mapping.gpu[:num_tokens].numpy()
+            for layer, experts in self._captured.items():
+                self._slots[mapping, layer] = experts[:num_tokens].numpy()
+        return result
+
+    def _read_and_free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        # The blocks are another request's from the next step on.
+        blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+        if self._slots is not None and blocks:
+            slots = self._slots.reshape(-1, self._block_size, *self._slots.shape[1:])[blocks]
+            # vLLM's own id of a request is ours, in later versions with a random suffix.
+            id_ = request.request_id.partition("-")[0]
+            self._finished[id_] = slots.reshape(-1, *self._slots.shape[1:])[: request.num_tokens]
+        return self._free_request(request, *args, **kwargs)
+
+
+def _routed_layers(llm: Any) -> list[Any]:
+    """Returns vLLM's layers of experts whose routers say which experts they take."""
+    modules = llm.apply_model(lambda model: [*model.modules()])[0]
+    return [m for m in modules if hasattr(getattr(m, "router", None), "set_capture_fn")]
+
+
+def why_not_recorded(llm: Any) -> str | None:
+    """Returns why a RouteRecorder cannot record this engine, None if it can."""
+    if not _routed_layers(llm):
+        return "routers have no set_capture_fn"
+    core = llm.llm_engine.engine_core.engine_core
+    groups = core.scheduler.kv_cache_config.kv_cache_groups
+    kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+    # A sliding window frees the blocks of early tokens while the request runs.
+    return None if kinds == ["FullAttentionSpec"] else f"the KV cache is {kinds}"
