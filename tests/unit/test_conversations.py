@@ -62,6 +62,9 @@ class StandInVllm:
 class Engine:
     """One rank's engine over a vLLM that is none."""
 
+    records_routes = False
+    _recorder = None
+
     def __init__(self, rank: int = 0) -> None:
         self._engine = StandInVllm()
         self._session, self._group = SimpleNamespace(rank=rank), None
@@ -81,6 +84,7 @@ class Engine:
 
     generate = RolloutEngine._generate
     _abort = RolloutEngine._abort
+    _with_routes = RolloutEngine._with_routes
 
     def _is_stopped(self, early_stop: Any, num_steps: int) -> bool:
         return bool(early_stop.is_over())
