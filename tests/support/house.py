@@ -51,7 +51,7 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 25_150,
+    "model": 25_400,
     "learn": 17_100,
     "proofs": 18_500,
     "observe": 21_250,
@@ -66,7 +66,7 @@ ROOM_TOKENS = {
     "loop": 800,
     "train": 600,
     "demo": 5_500,
-    "tools": 58_700,
+    "tools": 58_850,
     "cli": 900,
     "api": 1_200,
 }
