@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.data import load_tokenizer_file
-from grpo_spmd.checks.memory import engine_tokens, kv_bytes_per_token, kv_itemsize
+from grpo_spmd.checks.memory import engine_tokens, kv_itemsize
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config, LoraConfig
@@ -30,6 +30,8 @@ from grpo_spmd.files import (
 from grpo_spmd.model.config_json import (
     Shapes,
     dimensions,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
     local_folder,
     refuse_by_config,
     shapes_from_config,
@@ -325,8 +327,9 @@ def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
     # A sliding window bounds the cache.
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
-    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.engine_ranks)
-    return token * engine_tokens(config)
+    ranks = config.rollout.engine_ranks
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), ranks)
+    return token * engine_tokens(config) + kv_bytes_per_sequence(sizes, ranks)
 
 
 def version_of(distribution: str) -> str | None:

@@ -30,7 +30,7 @@ class Example(NamedTuple):
 def model_config(**sizes: Any) -> Any:
     """Returns a Qwen3 config: two layers for the countdown tokenizer, unless `sizes` differ.
 
-    With `num_experts` it is a Qwen3-MoE's."""
+    With `num_experts` it is a Qwen3-MoE's, with `layer_types` a Qwen3.5's."""
     import transformers
 
     # Small enough to learn in seconds on one CPU.
@@ -50,6 +50,8 @@ def model_config(**sizes: Any) -> Any:
         "dtype": "float32",
     }
     kind = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    if "layer_types" in sizes:
+        kind = transformers.Qwen3_5TextConfig
     return kind(**tiny | sizes)
 
 

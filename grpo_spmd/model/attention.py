@@ -37,11 +37,10 @@ class PackedLayout:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
         `sequence_starts` on the row's device."""
         self.backend = backend
-        if backend == "sdpa":
-            # Pairs (number of sequences, their length) for neighbours of equal length. Packing
-            # sorts by length, so that all sequences of one length are neighbours.
-            self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
-        else:
+        # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
+        # length, so that all sequences of one length are neighbours.
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
+        if backend != "sdpa":
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
             self.bounds = (starts, starts, longest, longest)

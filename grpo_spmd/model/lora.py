@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
 from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.families.stored import build_on_meta, has_experts
+from grpo_spmd.model.families.stored import build_on_meta, is_mixture
 from grpo_spmd.model.sharding import gather_rows
 
 
@@ -103,7 +103,7 @@ def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Returns the target modules by their last names, for an engine that starts before the
     policy."""
     model = build_on_meta(path)
-    if has_experts(model):
+    if is_mixture(model):
         raise ConfigError(
             f"model.lora.sync: adapter, but {path} has experts, which vLLM wraps for adapters of "
             "their own; set merged"

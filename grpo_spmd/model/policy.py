@@ -29,7 +29,7 @@ from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
-from grpo_spmd.model.config_json import head_dim, num_active_parameters
+from grpo_spmd.model.config_json import has_experts, head_dim, num_active_parameters
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
@@ -235,7 +235,7 @@ def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
     for parameter in policy.model.parameters():
         num_experts = len(parameter)
         padded = -(-num_experts // num_ranks) * num_ranks
-        if parameter.dim() == 3 and padded > 1.25 * num_experts:
+        if has_experts(parameter.shape) and padded > 1.25 * num_experts:
             raise ConfigError(
                 f"model.path: {path} has {num_experts} experts a layer, which {num_ranks} ranks "
                 f"would hold as {padded}; set model.num_replicas so that fewer ranks share a model"

@@ -51,11 +51,11 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 22_700,
+    "model": 23_750,
     "learn": 15_950,
     "proofs": 16_800,
     "observe": 21_250,
-    "engine": 16_650,
+    "engine": 17_250,
     "episodes": 25_000,
     "rollout": 9_800,
     "checkpoint": 9_900,
@@ -65,12 +65,12 @@ ROOM_TOKENS = {
     "parts": 3_800,
     "loop": 800,
     "train": 600,
-    "demo": 5_500,
+    "demo": 5_600,
     "tools": 58_650,
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 227
+MOST_FILES = 228
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 23

@@ -15,7 +15,17 @@ from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
 EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Three gated delta nets to one attention layer; vLLM's kernels for a CPU need heads of 64.
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.
 _LAYERS = ["sliding_attention", "full_attention"]
 _APART: dict[str, dict[str, Any]] = {
@@ -31,6 +41,13 @@ _APART: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts_per_tok": 2, "num_experts": 6},
     "mixtral": {"num_experts_per_tok": 2, "num_local_experts": 6, "sliding_window": None},
     "granitemoe": {"num_experts_per_tok": 2, "num_local_experts": 6},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {
+        **_HYBRID,
+        **_EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
+    },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
         "original_max_position_embeddings": 16,
@@ -79,7 +96,7 @@ def make_model(
         **overrides,
     }
     if family not in (
-        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe"),
+        *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe", *HYBRIDS),
     ):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # from which most take the size of a head
@@ -90,7 +107,7 @@ def make_model(
             "attention_multiplier": 0.2,
             "logits_scaling": 1.7,
         }
-    sizes = {**_APART.get(family, {}), **sizes}
+    sizes = {**sizes, **_APART.get(family, {}), **overrides}
     config = CONFIG_MAPPING[family](**sizes)
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():

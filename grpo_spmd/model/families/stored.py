@@ -19,6 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.config_json import has_experts
 from grpo_spmd.model.families.build import build_hf_model
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import as_matrix, num_rows
@@ -51,9 +52,9 @@ def build_on_meta(path: str) -> Any:
         return build_hf_model(load_config(path), path)
 
 
-def has_experts(model: Any) -> bool:
+def is_mixture(model: Any) -> bool:
     """Returns True if a parameter has the matrices of several experts."""
-    return any(parameter.dim() == 3 for parameter in model.parameters())
+    return any(has_experts(parameter.shape) for parameter in model.parameters())
 
 
 def saved_layout(model: Any) -> SavedLayout:
@@ -61,7 +62,7 @@ def saved_layout(model: Any) -> SavedLayout:
 
     {} for a model without experts, whose engine takes the parameters' own names. Raises ConfigError
     if a tensor on disk has not consecutive rows of one parameter."""
-    if not has_experts(model):
+    if not is_mixture(model):
         return {}
     with torch.device("cpu"):  # the model may be under construction on the meta device
         return _layout_of(model)
