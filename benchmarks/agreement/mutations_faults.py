@@ -46,6 +46,11 @@ _ROLLOUT = "tests/unit/test_rollout.py"
 _CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
+_PACKED_HYBRID = (
+    "tests/ranks/test_hybrid.py"
+    "::test_packed_rows_are_those_of_transformers_sequence_by_sequence[1-qwen3_5_text]"
+)
+_HYBRID = ("model.path={made}/hybrid", "model.dtype=bfloat16")
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,9 @@ class Fault:
     of_sync: bool = False  # trained once more with proofs.every_steps=1
 
 
+_BY_SEQUENCE = (
+    "            self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)\n"
+)
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
@@ -539,6 +547,23 @@ FAULTS = (
         "            kept[episode.conversation] = answer\n            "
         + _ANSWER.replace("answer.message", "before.message"),
         ("tests/unit/test_agent.py",),
+    ),
+    Fault(
+        "packed rows: a recurrent state is not reset between sequences of one length",
+        "model/families/recurrent.py",
+        _BY_SEQUENCE,
+        _BY_SEQUENCE.replace("row.unflatten(0, run)", "row[None]"),
+        (_PACKED_HYBRID,),
+        overrides=_HYBRID,
+    ),
+    Fault(
+        "packed rows: a convolution reads the last tokens of the neighbour",
+        "model/families/recurrent.py",
+        _BY_SEQUENCE,
+        "            self._module_forward(torch.cat([row.unflatten(0, run).roll(1, 0)[:, -3:], "
+        "row.unflatten(0, run)], 1), *args, **options)[:, 3:].flatten(0, 1)\n",
+        (_PACKED_HYBRID,),
+        overrides=_HYBRID,
     ),
 )
 

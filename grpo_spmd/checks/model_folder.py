@@ -36,6 +36,7 @@ from grpo_spmd.model.config_json import (
     refuse_by_config,
     shapes_from_config,
     shapes_from_headers,
+    text_config,
 )
 
 _COPY_AGAIN = "copy or download it again"
@@ -107,8 +108,9 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UntrustedError(f"{file} is neither a file nor a folder")
-    model = read_model_config(folder)
-    refuse_by_config(model, path)
+    contents = read_model_config(folder)
+    refuse_by_config(contents, path)
+    model = text_config(contents)
     _check_type(str(model["model_type"]), path)
     read_stop_tokens(folder)
     shapes = _read_shapes(folder)
@@ -120,7 +122,7 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
 
 def num_embeddings(folder: Path) -> int | None:
     """Returns how many tokens have an embedding in a model that has been checked, or None."""
-    return _embedding_rows(_read_shapes(folder), read_model_config(folder))
+    return _embedding_rows(_read_shapes(folder), text_config(read_model_config(folder)))
 
 
 def _check_type(model_type: str, path: str) -> None:

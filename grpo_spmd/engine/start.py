@@ -30,8 +30,15 @@ from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
-from grpo_spmd.model.config_json import has_recurrent_layers, head_dim, state_bytes
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.files import read_model_config
+from grpo_spmd.model.config_json import (
+    has_recurrent_layers,
+    has_text_part,
+    head_dim,
+    state_bytes,
+    text_config,
+)
+from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.lora import engine_target_modules
 from grpo_spmd.observe.cards import max_num_seqs
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
@@ -68,10 +75,10 @@ def start_vllm(
 
     # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns. Other code in
     # vLLM changes the number of threads. Both are restored below.
-    hf_config = load_config(model.path)
-    is_recurrent = has_recurrent_layers(hf_config.to_dict())
+    contents = read_model_config(checkpoint_folder(model.path))
+    is_recurrent = has_recurrent_layers(text_config(contents))
     if is_recurrent:
-        _load_without_torchvision(hf_config.architectures)
+        _load_without_torchvision(contents.get("architectures") or ())
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
@@ -98,6 +105,8 @@ def start_vllm(
         # and copied; others shuffle them. It has no effect on a CPU or without experts.
         "moe_backend": "triton" if device == "cuda" else "auto",
     }
+    if has_text_part(contents):
+        options["language_model_only"] = True
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
     if device == "cpu":

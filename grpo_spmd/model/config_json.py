@@ -17,7 +17,13 @@ from grpo_spmd.files import read_header, read_index, read_model_config
 # Names of the sizes of convolutions and recurrent states.
 _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|conv_L_cache|state_size|linear_conv"
 # Models with such layers whose packed rows and engine were both proved.
-_RECURRENT_MODELS = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_RECURRENT_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
+# Models of text and images whose text part trains. The names of its tensors begin so, where those
+# of a text model have "model.".
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")
+TEXT_PREFIX = "model.language_model."
+# Tensors beside the text part: of images, and of the prediction of several tokens at once.
+_OTHER_PARTS = ("model.visual.", "mtp.")
 # Parameters by their names in a checkpoint, a tied lm_head once.
 Shapes = dict[str, tuple[int, ...]]
 
@@ -116,6 +122,16 @@ def head_dim(config: Any) -> int:
     return int(size("head_dim") or (size("hidden_size") // heads if heads else 0))
 
 
+def has_text_part(config: Mapping[str, Any]) -> bool:
+    """Returns True if a config.json is of several models, of which the text part trains."""
+    return config.get("model_type") in _WITH_TEXT_PART
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the model that trains: of the text part, if there are others."""
+    return dict(config["text_config"] if has_text_part(config) else config)
+
+
 def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
     """Returns True if a config.json names layers with a convolution or a recurrent state."""
     return any(re.match(_RECURRENT_KEYS, name) for name in config)
@@ -172,7 +188,7 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
     folder = local_folder(path, revision)
     if folder is None:
         return None
-    config = read_model_config(folder)
+    config = text_config(read_model_config(folder))
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
     source = f"safetensors headers in {folder}"
     if not shapes:
@@ -207,11 +223,13 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     if not all(path.is_file() for path in files):
         return {}
     return {
-        name: tuple(entry["shape"])
+        name.replace(TEXT_PREFIX, "model."): tuple(entry["shape"])
         for path in files
         for name, entry in read_header(path).items()
         # Some checkpoints hold the tied lm_head a second time, or a rotary embedding's buffer.
-        if not (tied and name == "lm_head.weight") and not name.endswith("rotary_emb.inv_freq")
+        if not (tied and name == "lm_head.weight")
+        and not name.endswith("rotary_emb.inv_freq")
+        and not name.startswith(_OTHER_PARTS)
     }
 
 
@@ -276,6 +294,13 @@ def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
 
 def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the reasons for which a model with this config.json cannot train."""
+    for key in ("quantization_config", "compression_config"):
+        if quantisation := config.get(key):
+            yield (
+                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
+                "checkpoint in bfloat16 or float32 instead"
+            )
+    config = text_config(config)
     for name, value in config.items():
         if value and re.fullmatch(_MODEL_PARTS, name):
             yield (
@@ -284,12 +309,6 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             )
     if config.get("is_encoder_decoder"):
         yield "is an encoder-decoder; only causal decoders train"
-    for key in ("quantization_config", "compression_config"):
-        if quantisation := config.get(key):
-            yield (
-                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
-                "checkpoint in bfloat16 or float32 instead"
-            )
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.
     other_layers = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     other_layers |= {name for name in config if re.match(_RECURRENT_KEYS, name)}

@@ -27,9 +27,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.files import read_model_config
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
-from grpo_spmd.model.config_json import has_experts, head_dim, num_active_parameters
+from grpo_spmd.model.config_json import (
+    has_experts,
+    has_text_part,
+    head_dim,
+    num_active_parameters,
+)
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
@@ -193,6 +199,8 @@ def build_policy(
     _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)
     stored = refuse_tensors(policy.model, folder, policy.saved)
+    if has_text_part(read_model_config(folder)):
+        policy.saved = stored  # the engine has the whole model's names
     policy.max_rollout_tokens = max_rollout_tokens
     policy.compute_dtype = compute
     policy.train(trainable)  # there is no dropout left for it to switch on

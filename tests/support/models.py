@@ -123,6 +123,40 @@ def make_model(
     return folder
 
 
+def make_multimodal(folder: Path, family: str, seed: int = 0) -> Path:
+    """A model of text and images whose text part is `family`, a hybrid, as Qwen3.5 is released."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+        **_APART[family],
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 128,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+    }
+    config = CONFIG_MAPPING[family.removesuffix("_text")](
+        text_config=text, vision_config=vision, image_token_id=90, video_token_id=91
+    )
+    kind = transformers.AutoModelForImageTextToText
+    kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    return folder
+
+
 def write_config(folder: Path, model: Path, /, **sections: Any) -> Path:
     """A small, complete config over `model` and the demo's kind of data; `sections` are merged over
     it."""

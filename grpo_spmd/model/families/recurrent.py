@@ -5,8 +5,9 @@ so from one sequence into the next. Here their forward pass gets each sequence b
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,25 @@ def compute_by_sequence(model: nn.Module) -> None:
                     SequenceWise(layer, child)
 
 
+def can_import(module: str, name: str) -> bool:
+    """Returns True if `module` can be imported and has `name`."""
+    try:
+        return hasattr(importlib.import_module(module), name)
+    # A package that was built for another torch raises ImportError too.
+    except ImportError:
+        return False
+
+
+@functools.cache
+def _has_kernels() -> bool:
+    """Returns True if transformers takes kernels for packed rows of gated delta nets.
+
+    Without either package it takes code of its own, which ignores where sequences begin."""
+    return can_import("causal_conv1d", "causal_conv1d_fn") and can_import(
+        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"
+    )
+
+
 class SequenceWise:
     """Replaces the forward passes of a decoder layer and of a module in it that runs along the row.
 
@@ -36,7 +56,7 @@ class SequenceWise:
         # The module's own forward pass, [number, length, D] to the same.
         self._module_forward: Callable[..., Tensor] = module.forward
         self._layer_forward = layer.forward
-        self._runs: list[tuple[int, int]] | None = None
+        self._layout: Any = None  # of the packed row that is computed; None without one
         # Attributes of the instances hide the methods of their classes.
         layer.forward = self._note_layout
         module.forward = self._compute
@@ -44,25 +64,31 @@ class SequenceWise:
     def observe(self, observer: Callable[..., Tensor]) -> None:
         """Has `observer` called in the place of the module's own forward pass, which it gets before
         the pass's arguments."""
-        self._module_forward = partial(observer, self._module_forward)
+        self._module_forward = functools.partial(observer, self._module_forward)
 
     def _note_layout(self, *args: Any, **options: Any) -> Any:
         """The layer's forward pass. Not every layer hands its options on (LFM2 does not).
 
         It is called again where activations are recomputed, with the same options."""
-        layout = options.get("packed_layout")
-        self._runs = None if layout is None else layout.runs
+        self._layout = options.get("packed_layout")
         return self._layer_forward(*args, **options)
 
     # torch.compile would compile again for each set of lengths.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         """The module's forward pass over a packed row [1, T, D]."""
-        if self._runs is None:
+        layout = self._layout
+        if layout is None:
             return self._module_forward(hidden_states, *args, **options)
-        rows = hidden_states[0].split([number * length for number, length in self._runs])
+        if layout.backend != "sdpa" and _has_kernels():
+            # The kernels begin anew at each sequence by themselves.
+            positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            numbers = torch.searchsorted(layout.starts, positions, right=True) - 1
+            options |= {"cu_seq_lens_q": layout.starts.long(), "seq_idx": numbers[None].int()}
+            return self._module_forward(hidden_states, *args, **options)
+        rows = hidden_states[0].split([number * length for number, length in layout.runs])
         outputs = [
             self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)
-            for row, run in zip(rows, self._runs, strict=True)
+            for row, run in zip(rows, layout.runs, strict=True)
         ]
         return torch.cat(outputs)[None]

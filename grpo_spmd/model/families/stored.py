@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.config_json import has_experts
+from grpo_spmd.model.config_json import TEXT_PREFIX, has_experts
 from grpo_spmd.model.families.build import build_hf_model
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import as_matrix, num_rows
@@ -111,14 +111,16 @@ def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> Save
     missing = parameters.keys() - stored
     if not missing:
         return {}
-    # A decoder that was stored by itself lacks the prefix of the whole model.
+    # A decoder that was stored by itself lacks the prefix of the whole model, and one that is a
+    # part of a larger model has a longer one.
     prefix = f"{model.base_model_prefix}."
     layout: SavedLayout = {}
     for name, tensors in saved.items():
-        without_prefix = [
-            tensor._replace(name=tensor.name.removeprefix(prefix)) for tensor in tensors
-        ]
-        for candidates in (tensors, without_prefix):
+        for other_prefix in (prefix, "", TEXT_PREFIX):
+            candidates = [
+                tensor._replace(name=tensor.name.replace(prefix, other_prefix, 1))
+                for tensor in tensors
+            ]
             if name in missing and all(tensor.name in stored for tensor in candidates):
                 layout.setdefault(name, candidates)
     renamings = [

@@ -53,6 +53,7 @@ from grpo_spmd.model.config_json import (
     kv_bytes_per_sequence,
     kv_bytes_per_token,
     shapes_from_config,
+    text_config,
 )
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, parameter_shapes, peaks_of
 from grpo_spmd.tools.plan.step_time import (
@@ -168,7 +169,7 @@ def facts_from_config(folder: Path) -> ModelFacts:
 
     Weights beside it may be incomplete, or another model's. Raises ConfigError or OSError.
     """
-    config = read_model_config(folder)
+    config = text_config(read_model_config(folder))
     shapes = shapes_from_config(config) or parameter_shapes(folder)
     return ModelFacts(shapes, config, "config.json")
 
