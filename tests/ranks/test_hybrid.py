@@ -13,8 +13,19 @@ import transformers
 from safetensors.torch import load_file
 
 from grpo_spmd.checkpoint.export import StoredTensor, stored_tensors
+from grpo_spmd.config.load import load_config
+from tests.ranks.test_partition import (
+    ONE_ROW,
+    SECTIONS,
+    SEVERAL_STEPS,
+    Results,
+    plain_update,
+    relative_difference,
+)
 from tests.support.models import HYBRIDS, make_model, make_multimodal, write_config
 from tests.support.ranks import RanksJob, run_worker, train
+from tests.support.workers.hybrid import STATE_PARAMETERS
+from tests.support.workers.update import REPLICATED, with_setting
 
 
 def config_of(folder: Path, family: str, dtype: str, **rollout: Any) -> Path:
@@ -92,3 +103,54 @@ def test_float32_is_refused_where_the_engine_cannot_compute_it(tmp_path: Path) -
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait()
     assert code == 2, output
     assert "model.dtype: float32, and vLLM computes the recurrent layers of" in output
+
+
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int, Results]]:
+    folder = tmp_path_factory.mktemp("updates")
+    make_model(folder / "model", "qwen3_5_text", tied=True)
+    make_model(folder / "reference", "qwen3_5_text", tied=True, seed=1)
+    config = write_config(folder, folder / "model", **SECTIONS)
+    results = {}
+    for num_ranks in (1, 2):
+        files = str(config), str(folder / "reference"), str(folder / f"{num_ranks}.pt")
+        run_worker(num_ranks, "update", *files, "as configured", SEVERAL_STEPS)
+        results[num_ranks] = torch.load(folder / f"{num_ranks}.pt", weights_only=True)
+    return folder, config, results
+
+
+@pytest.mark.parametrize("setting", ["as configured", SEVERAL_STEPS])
+def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
+    updates: tuple[Path, Path, dict[int, Results]], setting: str
+) -> None:
+    """Ranks, replicas, micro-batches, packing, recomputation, compilation. A second optimizer step
+    hands rounding on at about ten times its size."""
+    folder, config, results = updates
+    reference = results[1][setting, ONE_ROW]
+    plain = plain_update(with_setting(load_config(config), setting), folder / "reference")
+    others = {
+        (num_ranks, split): result
+        for num_ranks, by_split in results.items()
+        for (of, split), result in by_split.items()
+        if of == setting
+    }
+    assert (2, REPLICATED) in others
+    assert len(others) >= 7
+    bound = 1e-5 if setting == SEVERAL_STEPS else 1e-6
+    for split, result in {**others, (0, "plain transformers"): plain}.items():
+        looser = bound if split[0] else 10 * bound
+        assert result["loss_tokens"] == reference["loss_tokens"], split
+        assert result["loss"] == pytest.approx(reference["loss"], rel=looser), split
+        assert result["grad_norm"] == pytest.approx(reference["grad_norm"], rel=looser), split
+        for name, expected in reference["parameters"].items():
+            difference = relative_difference(result["parameters"][name], expected)
+            # AdamW divides the state parameters' rounding by their gradients' size.
+            is_state = name.endswith(STATE_PARAMETERS)
+            assert difference < (1e-4 if is_state else looser), (split, name, difference)
+        for gradients, expected_gradients in zip(
+            result["gradients"], reference["gradients"], strict=True
+        ):
+            for name, expected in expected_gradients.items():
+                difference = relative_difference(gradients[name], expected)
+                is_state = name.endswith(STATE_PARAMETERS)
+                assert difference < (1e-3 if is_state else 10 * looser), (split, name, difference)

@@ -437,8 +437,8 @@ def kv_cache(case: Case) -> KvCache:
     sequence_bytes = kv_bytes_per_sequence(case.sizes, rollout.engine_ranks)
     num_bytes_of_tokens = num_bytes * longest_bytes // (longest_bytes + sequence_bytes)
     tokens = max(0, num_bytes_of_tokens // (token * _BLOCK) * _BLOCK)
-    prompts = sequences // rollout.group_size
-    # A group shares its prompt's blocks.
+    # A group shares its prompt's blocks, but no recurrent states.
+    prompts = sequences if sequence_bytes else sequences // rollout.group_size
     needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
     num_running = tokens // _round_to_blocks(config.max_rollout_tokens)
     return KvCache(

@@ -367,8 +367,9 @@ def _rollout_s(case: Case, num_running: int) -> float:
     # Scheduling is asynchronous: the host prepares a step while the device works on the one before.
     host = completion * (ENGINE_STEP_S + ENGINE_SEQUENCE_S * num_running)
     round_s = max(decode + reduced / speed.link, host)
-    groups = -(-sequences // case.config.rollout.group_size)
-    prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
+    # A group shares its prompt, unless layers have recurrent states.
+    shared = 1 if work.sizes.recurrent_layers else case.config.rollout.group_size
+    prefill = 2 * work.layer_parameters * -(-sequences // shared) * prompt / speed.flops / tp
     return sequences / num_running * round_s + prefill
 
 
