@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Trains a built-in demo on a fresh machine: sets up .venv, makes a tiny model, and lets GRPO teach it countdown, or to use a tool, or a
-# teacher's distribution (distill), or by a reward model (rm), or a mixture of experts (experts).
-#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, compacting, experts, distill, judge, ppo or rm
+# teacher's distribution (distill), or by a reward model (rm), or a mixture of experts (experts), or a hybrid of
+# gated delta nets and attention (hybrid).
+#   launch/demo.sh [NAME] [section.key=value ...]      e.g. launch/demo.sh seed=3; NAME: tools, compacting, experts, hybrid, distill, judge, ppo or rm
 #   NPROC=1 launch/demo.sh                             another number of ranks; default: every GPU, or 2 on the CPU
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -31,7 +32,7 @@ if [ "$name" = demo-judge ]; then  # for as long as this runs, at a free port; w
 fi
 nproc=${NPROC:-$(( gpus > 0 ? gpus : 2 ))}
 
-case $name in demo-tools | demo-compacting | demo-experts | demo-distill | demo-rm) made=("${name#demo-}") ;; *) made=() ;; esac
+case $name in demo-tools | demo-compacting | demo-experts | demo-hybrid | demo-distill | demo-rm) made=("${name#demo-}") ;; *) made=() ;; esac
 python -m grpo_spmd.demo "${made[@]}"
 # Bad overrides are refused before the last run is moved. (Unless the user names a run folder, or goes on with the last run, that is moved
 # out of the way below, and must not be a reason to refuse.)

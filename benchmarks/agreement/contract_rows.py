@@ -68,6 +68,10 @@ OPTIONS = (
     _option("enable_prefix_caching", "a group's prompt is computed once"),
     _option("logprobs_mode", "logprobs at the sampling temperature, as the policy's are"),
     _option("enable_sleep_mode", "the memory that the update needs comes back"),
+    _option(
+        "language_model_only",
+        "of a model of text and images the text part alone",
+    ),
     _option("moe_backend", "on a GPU triton: experts whose rows can be compared and copied"),
     _option(
         "enable_return_routed_experts",
@@ -530,8 +534,37 @@ EXPERTS = (
     ),
 )
 
+_GATED_DELTA_NET = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 # Where vllm runs on a CPU: its wheels alone need them.
 CPU = (
+    Row(
+        "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
+        "a convolution is packed beside its rows as they were",
+        says=("layer._cpu_unpacked_conv_weight = unpacked", "ops.causal_conv1d_weight_pack"),
+    ),
+    Row(
+        "vllm._custom_ops.causal_conv1d_fwd_cpu",
+        "what a packed convolution computes",
+        "(x=0, weight=0, bias=0, conv_states=0, query_start_loc=0, cache_indices=0, "
+        "has_initial_state=0, silu_activation=0, is_weight_packed=0)",
+    ),
+    Row(
+        f"{_GATED_DELTA_NET}.QwenGatedDeltaNetAttention.key_dim",
+        "which channels of a convolution a rank has",
+    ),
+    Row(f"{_GATED_DELTA_NET}.QwenGatedDeltaNetAttention.value_dim", "the same"),
+    Row(
+        "vllm.model_executor.models.registry._ModelRegistry.register_model",
+        "a class that is looked at in this process",
+        "(model_arch, model_cls)",
+    ),
+    Row("vllm.model_executor.models.registry._ModelRegistry.models", "by architecture"),
+    Row(
+        "vllm.model_executor.models.registry._LazyRegisteredModel.load_model_cls",
+        "the class of an architecture",
+        "()",
+    ),
+    Row("vllm.model_executor.models.ModelRegistry", "the one registry"),
     Row(
         f"{_EXPERTS}.unquantized_fused_moe_method.UnquantizedFusedMoEMethod.apply",
         "what each expert alone computes",

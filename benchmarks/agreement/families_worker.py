@@ -82,7 +82,8 @@ def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
             hidden = tensor.layer.w13_weight.shape[-1]
             probe = torch.randn(hidden, generator=generator).to(engine.dtype)
             result[tensor.engine_name] = tensor.product(probe)
-        elif tensor.values is None:
+        # A packed convolution is a parameter as it is.
+        elif tensor.values is None and not hasattr(tensor.layer, "_cpu_unpacked_conv_weight"):
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first
             columns = next(getattr(layer, name) for name in sizes if hasattr(layer, name))

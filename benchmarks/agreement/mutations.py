@@ -146,6 +146,7 @@ def _make_models_and_data(made: Path) -> None:
     )  # 6 MiB: several of the smallest buckets
     make_model(made / "experts", "glm4_moe", tied=False, seed=1)
     make_model(made / "routed", "qwen3_moe", tied=True)
+    make_model(made / "hybrid", "qwen3_5_text", tied=True)
     rows = read_lines(made / "train.jsonl")[:8]
     longer = [row | {"prompt": "1,2,3,4,5,6,7,8,9," * 2 + row["prompt"]} for row in rows]
     (made / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in longer))

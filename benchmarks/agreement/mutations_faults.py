@@ -54,6 +54,11 @@ _CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
 _ROUTES = "tests/unit/test_routing.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
+_PACKED_HYBRID = (
+    "tests/ranks/test_hybrid.py"
+    "::test_packed_rows_are_those_of_transformers_sequence_by_sequence[1-qwen3_5_text]"
+)
+_HYBRID = ("model.path={made}/hybrid", "model.dtype=bfloat16")
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,9 @@ class Fault:
     of_sync: bool = False  # trained once more with proofs.every_steps=1
 
 
+_BY_SEQUENCE = (
+    "            self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)\n"
+)
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
@@ -658,6 +666,23 @@ FAULTS = (
         "",
         ("tests/ranks/test_router_partition.py",),
         _ROUTED,
+    ),
+    Fault(
+        "packed rows: a recurrent state is not reset between sequences of one length",
+        "model/families/recurrent.py",
+        _BY_SEQUENCE,
+        _BY_SEQUENCE.replace("row.unflatten(0, run)", "row[None]"),
+        (_PACKED_HYBRID,),
+        overrides=_HYBRID,
+    ),
+    Fault(
+        "packed rows: a convolution reads the last tokens of the neighbour",
+        "model/families/recurrent.py",
+        _BY_SEQUENCE,
+        "            self._module_forward(torch.cat([row.unflatten(0, run).roll(1, 0)[:, -3:], "
+        "row.unflatten(0, run)], 1), *args, **options)[:, 3:].flatten(0, 1)\n",
+        (_PACKED_HYBRID,),
+        overrides=_HYBRID,
     ),
 )
 

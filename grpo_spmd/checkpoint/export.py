@@ -26,17 +26,19 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import (
     UntrustedError,
     check_fields,
+    read_header,
     read_json,
+    read_model_config,
     regular_files,
     sync_path,
     sync_to_disk,
 )
-from grpo_spmd.model.config_json import is_constant
+from grpo_spmd.model.config_json import has_text_part, is_constant
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_spmd.model.families.stored import SavedTensor
+    from grpo_spmd.model.families.stored import SavedLayout, SavedTensor
 
 
 # The most bytes of an output file (unless a single tensor has more), and of rows read at a time.
@@ -111,25 +113,60 @@ class _StoredRows:
 
 
 def _saved_tensors(
-    tensors: Mapping[str, StoredTensor], folder: Path
-) -> dict[str, StoredTensor | _StoredRows]:
+    tensors: Mapping[str, StoredTensor], folder: Path, path: str
+) -> dict[str, StoredTensor | _StoredRows | _Merged]:
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
 
-    `folder` has the model's config.json.
+    `folder` has the model's config.json. If it is that of several models, whose text part was
+    trained, the names are those of the model at `path`, and its other parts are returned too.
+    Raises ConfigError if that model cannot be found.
     """
-    if all(len(tensor.shape) < 3 for tensor in tensors.values()):
+    is_part = has_text_part(read_model_config(folder))
+    if not is_part and all(len(tensor.shape) < 3 for tensor in tensors.values()):
         return dict(tensors)
-    from grpo_spmd.model.families.stored import build_on_meta, saved_layout
+    from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
+    from grpo_spmd.model.hf_files import tensor_files
 
-    layout = saved_layout(build_on_meta(str(folder)))
-    by_name: dict[str, StoredTensor | _StoredRows] = {}
+    model = build_on_meta(str(folder))
+    layout = saved_layout(model)
+    by_name: dict[str, StoredTensor | _StoredRows | _Merged] = {}
+    if is_part:
+        files = tensor_files(_base_folder(path, "bring it back: an export has all of its parts"))
+        layout = stored_layout(model, files, layout)
+        by_name |= _other_parts(files, layout)
     for name, tensor in tensors.items():
         if name in layout:
             by_name |= {saved.name: _StoredRows(tensor, saved) for saved in layout[name]}
         else:
             by_name[name] = tensor
     return by_name
+
+
+def _other_parts(files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _Merged]:
+    """Returns the tensors of a model of several parts that are not those of `layout`."""
+    trained = {saved.name for stored in layout.values() for saved in stored}
+    headers = {path: read_header(path) for path in set(files.values())}
+    return {
+        name: _Merged(path, name, tuple(headers[path][name]["shape"]), adapter=None, scale=1.0)
+        for name, path in files.items()
+        if name not in trained
+    }
+
+
+def _base_folder(path: str, remedy: str) -> Path:
+    """Returns the folder of the model that a run began with. Raises ConfigError, with `remedy`."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    from grpo_spmd.model.hf_files import checkpoint_folder
+
+    try:
+        return checkpoint_folder(path)
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ConfigError(
+            f"the base model {path} cannot be found (it is no folder here, "
+            f"and the hub gives none: {type(error).__name__}); {remedy}"
+        ) from None
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -252,7 +289,9 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            save_model(_saved_tensors(tensors, folder), folder, dtype or str(trainer["dtype"]))
+            path = str(trainer["config"]["model.path"])
+            saved = _saved_tensors(tensors, folder, path)
+            save_model(saved, folder, dtype or str(trainer["dtype"]))
 
 
 def save_model(
@@ -384,10 +423,8 @@ def export_merged(
     `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
     has no adapters, or if the base model cannot be found or is not the model that the run used.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
     from grpo_spmd.checkpoint.state import model_fingerprint
-    from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+    from grpo_spmd.model.hf_files import tensor_files
 
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # Raises for links, which may lead out of the folder.
@@ -397,14 +434,7 @@ def export_merged(
         raise ConfigError(
             f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
         )
-    path = str(base or trainer["model_path"])
-    try:
-        folder = checkpoint_folder(path)
-    except (OSError, ValueError, HfHubHTTPError) as error:
-        raise ConfigError(
-            f"--merge: the base model {path} cannot be found (it is no folder here, "
-            f"and the hub gives none: {type(error).__name__}); name it with --base"
-        ) from None
+    folder = _base_folder(str(base or trainer["model_path"]), "name it with --base")
     fingerprint = trainer.get("model_fingerprint")
     if fingerprint and model_fingerprint(folder) != fingerprint:
         raise ConfigError(
@@ -452,26 +482,24 @@ def _merged_tensors(
     A tied lm_head is there only once. Raises ConfigError if the base model lacks a tensor, and
     CheckpointError if an adapter belongs to no parameter or does not have the shape for it.
     """
-    from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
+    from grpo_spmd.model.families.stored import (
+        SavedTensor,
+        build_on_meta,
+        saved_layout,
+        stored_layout,
+    )
 
     model = build_on_meta(str(folder))
     layout = stored_layout(model, files, saved_layout(model))
     tensors: dict[str, _Merged] = {}
+    if has_text_part(read_model_config(folder)):
+        tensors |= _other_parts(files, layout)
     num_used = 0
     for name, parameter in model.named_parameters():
         layer = name.removesuffix("weight")
         a = adapters.get(f"{layer}lora_A.weight")
         b = adapters.get(f"{layer}lora_B.weight")
         shape = tuple(parameter.shape)
-        # The parameter is stored in tensors of other names.
-        if a is None and name in layout:
-            for saved in layout[name]:
-                tensors[saved.name] = _Merged(
-                    files[saved.name], saved.name, saved.shape, adapter=None, scale=scale
-                )
-            continue
-        if name not in files:
-            raise ConfigError(f"--merge: {folder} has no tensor {name}")
         # W is [out, in], A is [rank, in], B is [out, rank].
         pair = None
         if a is not None and b is not None:
@@ -481,7 +509,10 @@ def _merged_tensors(
                 raise CheckpointError(
                     f"{checkpoint}: the adapter of {name} does not have the shape for {list(shape)}"
                 )
-        tensors[name] = _Merged(files[name], name, shape, pair, scale)
+        for saved in layout.get(name, [SavedTensor(name, 0, shape)]):
+            if saved.name not in files:
+                raise ConfigError(f"--merge: {folder} has no tensor {saved.name}")
+            tensors[saved.name] = _Merged(files[saved.name], saved.name, saved.shape, pair, scale)
     if num_used != len(adapters):
         raise CheckpointError(
             f"{checkpoint}: {len(adapters) - num_used} tensors of adapters belong to no layer "

@@ -34,7 +34,12 @@ from grpo_spmd.config.schema import (
     LoraConfig,
     OptimizerConfig,
 )
-from grpo_spmd.model.config_json import Dimensions, ModelFacts, Shapes
+from grpo_spmd.model.config_json import (
+    ModelFacts,
+    Shapes,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
+)
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -411,13 +416,6 @@ def kv_itemsize(config: Config) -> int:
     return 1 if is_fp8 else ITEMSIZE[config.model.dtype]
 
 
-def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
-    """Returns the bytes of one token's keys and values on one rank."""
-    # With more ranks than KV heads, each rank holds one head.
-    kv_heads = max(1, sizes.kv_heads // tensor_parallel_size)
-    return 2 * sizes.layers * kv_heads * sizes.head_dim * itemsize
-
-
 def sequences_of_engine(config: Config, num_ranks: int) -> int:
     """Returns how many completions one engine samples in a step.
 
@@ -455,17 +453,21 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
         return
     itemsize, heads = kv_itemsize(config), max(1, sizes.kv_heads // tp)
     token_bytes = kv_bytes_per_token(sizes, itemsize, tp)
-    explanation = f"2 x {sizes.layers} layers x {heads} kv heads of a rank"
+    explanation = f"2 x {sizes.attention_layers} layers x {heads} kv heads of a rank"
     explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
     yield Row("KV cache of a token", size_text(token_bytes), explanation)
     # A judge that the engine serves may read texts that are longer than any rollout.
     sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
     needed = sequences * longest_text
+    sequence_bytes = kv_bytes_per_sequence(sizes, tp)
+    shared = "a group shares its prompt"
+    if sequence_bytes:
+        shared = f"and {size_text(sequence_bytes)} of recurrent states each; no prefix is shared"
     yield Row(
         "KV cache for all at full length",
-        f"<= {size_text(needed * token_bytes)}",
+        f"<= {size_text(needed * token_bytes + sequences * sequence_bytes)}",
         f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes "
-        "(a group shares its prompt)",
+        f"({shared})",
     )
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     if isinstance(cache_bytes, int):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.checks.data import load_tokenizer_file
-from grpo_spmd.checks.memory import engine_tokens, kv_bytes_per_token, kv_itemsize
+from grpo_spmd.checks.memory import engine_tokens, kv_itemsize
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config, LoraConfig
@@ -30,10 +30,13 @@ from grpo_spmd.files import (
 from grpo_spmd.model.config_json import (
     Shapes,
     dimensions,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
     local_folder,
     refuse_by_config,
     shapes_from_config,
     shapes_from_headers,
+    text_config,
 )
 
 _COPY_AGAIN = "copy or download it again"
@@ -107,8 +110,9 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
             raise UntrustedError(f"{file} is neither a file nor a folder")
-    model = read_model_config(folder)
-    refuse_by_config(model, path)
+    contents = read_model_config(folder)
+    refuse_by_config(contents, path)
+    model = text_config(contents)
     _check_type(str(model["model_type"]), path)
     read_stop_tokens(folder)
     shapes = _read_shapes(folder)
@@ -121,7 +125,7 @@ def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
 def num_embeddings(folder: Path) -> int | None:
     """Returns how many tokens have an embedding, or None. The model must have been checked
     before."""
-    return _embedding_rows(_read_shapes(folder), read_model_config(folder))
+    return _embedding_rows(_read_shapes(folder), text_config(read_model_config(folder)))
 
 
 def _check_type(model_type: str, path: str) -> None:
@@ -331,8 +335,9 @@ def _rollout_cache_bytes(config: Config, model: Mapping[str, Any]) -> int:
     # With a sliding window the cache needs less than the whole text.
     if sizes is None or isinstance(model.get("sliding_window"), int):
         return 0
-    token = kv_bytes_per_token(sizes, kv_itemsize(config), config.rollout.engine_ranks)
-    return token * engine_tokens(config)
+    ranks = config.rollout.engine_ranks
+    token = kv_bytes_per_token(sizes, kv_itemsize(config), ranks)
+    return token * engine_tokens(config) + kv_bytes_per_sequence(sizes, ranks)
 
 
 def version_of(distribution: str) -> str | None:

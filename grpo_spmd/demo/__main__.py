@@ -13,7 +13,12 @@ from pathlib import Path
 
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
-from grpo_spmd.demo.countdown import fill_distillation_demo, fill_experts_demo, make_demo
+from grpo_spmd.demo.countdown import (
+    fill_distillation_demo,
+    fill_experts_demo,
+    fill_hybrid_demo,
+    make_demo,
+)
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import make_folder, temporary_folder
 from grpo_spmd.demo.reward_model import fill_reward_model_demo
@@ -24,6 +29,7 @@ from grpo_spmd.distributed import interrupt
 _FILLS = {
     "tools": fill_tools_demo,
     "experts": fill_experts_demo,
+    "hybrid": fill_hybrid_demo,
     "compacting": fill_compacting_demo,
     "distill": fill_distillation_demo,
     "rm": fill_reward_model_demo,

@@ -187,6 +187,19 @@ def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
     )
 
 
+def fill_hybrid_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes a policy of the Qwen3.5 family: a gated delta net, then attention. Returns rows."""
+    return fill_demo(
+        model,
+        seed,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        linear_key_head_dim=64,
+        linear_value_head_dim=64,
+    )
+
+
 def make_demo(out: Path, seed: int, numbers: str = "2") -> None:
     """Writes `out`/model and `out`/train.jsonl, as make_folder does."""
     fill = functools.partial(fill_demo, seed=seed, numbers=numbers)

@@ -31,7 +31,8 @@ class Example(NamedTuple):
 def model_config(**sizes: Any) -> Any:
     """Returns the config of a Qwen3 with two layers and the vocabulary of countdown.
 
-    `sizes` replace values of the config. If `num_experts` is among them, the model is a Qwen3-MoE.
+    `sizes` replace values of the config. With `num_experts` among them the model is a Qwen3-MoE,
+    with `layer_types` a Qwen3.5.
     """
     import transformers
 
@@ -52,6 +53,8 @@ def model_config(**sizes: Any) -> Any:
         "dtype": "float32",
     }
     kind = transformers.Qwen3MoeConfig if "num_experts" in sizes else transformers.Qwen3Config
+    if "layer_types" in sizes:
+        kind = transformers.Qwen3_5TextConfig
     return kind(**tiny | sizes)
 
 

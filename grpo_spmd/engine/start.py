@@ -11,11 +11,14 @@ import logging
 import math
 import os
 import random
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,8 +32,15 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.engine.routes import recording_options, with_routes_if_possible
-from grpo_spmd.model.config_json import head_dim
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.files import read_model_config
+from grpo_spmd.model.config_json import (
+    has_recurrent_layers,
+    has_text_part,
+    head_dim,
+    state_bytes,
+    text_config,
+)
+from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.lora import engine_target_modules
 from grpo_spmd.observe.cards import max_num_seqs
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
@@ -67,6 +77,10 @@ def start_vllm(
 
     # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns. Other code in
     # vLLM changes the number of threads. Both are restored below.
+    contents = read_model_config(checkpoint_folder(model.path))
+    is_recurrent = has_recurrent_layers(text_config(contents))
+    if is_recurrent:
+        _load_without_torchvision(contents.get("architectures") or ())
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
@@ -83,7 +97,8 @@ def start_vllm(
         # Every request brings its own seed.
         "seed": 0,
         "tensor_parallel_size": rollout.engine_ranks,
-        "enable_prefix_caching": True,
+        # A recurrent state is not cached: vLLM would keep it at few places of a prompt alone.
+        "enable_prefix_caching": not is_recurrent,
         # Logprobs at the temperature, as the policy's are.
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": device == "cuda",
@@ -94,6 +109,8 @@ def start_vllm(
     }
     if model.router_replay:
         options |= recording_options(load_config(model.path), device)
+    if has_text_part(contents):
+        options["language_model_only"] = True
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
     if device == "cpu":
@@ -128,6 +145,32 @@ def start_vllm(
         torch.set_num_threads(num_threads)
 
 
+def _load_without_torchvision(architectures: Sequence[str]) -> None:
+    """Loads vLLM's classes of a model where torchvision is not installed, as in a CPU set-up.
+
+    vLLM has the classes of a family that also reads images in one module, and cannot import it
+    without torchvision, which only images need (Qwen3.5, 0.32: "failed to be inspected"). vLLM
+    looks at a class that is registered as such in this process, and at others in a process of its
+    own."""
+    if find_spec("torchvision") is not None:
+        return
+    from vllm.model_executor.models import ModelRegistry
+
+    stand_ins = {
+        name: ModuleType(name)
+        for name in ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+    }
+    vars(stand_ins["torchvision.transforms.v2"])["functional"] = None
+    sys.modules.update(stand_ins)
+    try:
+        for name in architectures:
+            if name in ModelRegistry.models:
+                ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
     """Returns vLLM's options for one adapter, on the layers that get an adapter."""
     from vllm.engine.arg_utils import EngineArgs
@@ -160,12 +203,21 @@ def _cpu_kv_cache_bytes(
             f"model.path: {model.path} has heads of {width}, and vLLM on a CPU only of {sizes}"
         )
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+    contents = config.to_dict()
+    if has_recurrent_layers(contents) and model.dtype != "bfloat16":
+        raise ConfigError(
+            f"model.dtype: {model.dtype}, and vLLM computes the recurrent layers of {model.path} "
+            "on a CPU only in bfloat16"
+        )
     itemsize = 4 if model.dtype == "float32" else 2
+    num_recurrent = (contents.get("layer_types") or []).count("linear_attention")
     # 2: a token has keys and values.
-    token_bytes = 2 * config.num_hidden_layers * heads * width * itemsize
-    num_tokens = max_rollout_tokens * rollout.num_launched_prompts * rollout.group_size
+    token_bytes = 2 * (config.num_hidden_layers - num_recurrent) * heads * width * itemsize
+    sequence_bytes = max_rollout_tokens * token_bytes
+    sequence_bytes += config.num_hidden_layers * state_bytes(contents)
+    num_sequences = rollout.num_launched_prompts * rollout.group_size
     num_engines = max(1, world_size // rollout.engine_ranks)
-    return max(64 << 20, min(int(token_bytes * num_tokens // num_engines), cpu_cache_bytes()))
+    return max(64 << 20, min(int(sequence_bytes * num_sequences // num_engines), cpu_cache_bytes()))
 
 
 def _name_shared_memory_after_job(attempt: int) -> None:

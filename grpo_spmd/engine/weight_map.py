@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, cycle
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -148,9 +148,11 @@ def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
         return _linear_tensors(path, layer, model)
     if isinstance(layer, VocabParallelEmbedding):
         return _vocabulary_tensors(path, layer, model)
+    # A gated delta net has numbers of its heads, split over the ranks.
+    rank, num_ranks = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
     return [
-        EngineTensor(name, (TensorPart(name, len(values), 0, 0, len(values)),), values)
-        for name, values in layer.named_parameters(path, recurse=False)
+        EngineTensor(name, fused_rows([name], [(len(rows), len(rows) * num_ranks, rank)]), rows)
+        for name, rows in layer.named_parameters(path, recurse=False)
     ]
 
 
@@ -175,23 +177,38 @@ def _linear_rows(layer: Any) -> list[_Rows]:
     return [_Rows(size // layer.tp_size, size, layer.tp_rank) for size in sizes]
 
 
+def _convolution_rows(layer: Any, parent: Any) -> list[_Rows]:
+    """Returns which channels of a convolution this rank holds: keys, queries and values of a gated
+    delta net, each split over the ranks."""
+    if not hasattr(parent, "key_dim"):
+        return _linear_rows(layer)
+    sizes = (parent.key_dim, parent.key_dim, parent.value_dim)
+    return [_Rows(size // layer.tp_size, size, layer.tp_rank) for size in sizes]
+
+
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
     """Returns the weight and the bias of a linear layer: this rank's slices of HF's layers."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
-    leaf = path.rpartition(".")[2]
+    parent_path, _, leaf = path.rpartition(".")
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
     names = [path.removesuffix(leaf) + name for name in fused.get(leaf, [leaf])]
     rows = _linear_rows(layer)
+    if leaf == "conv1d":
+        rows = _convolution_rows(layer, model.get_submodule(parent_path))
     # vLLM's row-parallel layers split the input dimension, which is the weight's columns.
     is_split_by_column = isinstance(layer, RowParallelLinear)
     # On a CPU vLLM packs weights for its own matrix product, and calls that product cpu_linear.
     is_packed = hasattr(layer, "cpu_linear")
+    product = _product(layer) if is_packed else None
+    # It packs a convolution for another product (bfloat16, width 4).
+    if hasattr(layer, "_cpu_unpacked_conv_weight"):
+        product = _convolution_product(layer)
     weight = EngineTensor(
         f"{path}.weight",
         fused_rows([f"{name}.weight" for name in names], rows),
-        values=None if is_packed else layer.weight,
-        product=_product(layer) if is_packed else None,
+        values=layer.weight if product is None else None,
+        product=product,
         column_slice=layer.tp_rank if is_split_by_column else 0,
         num_column_slices=layer.tp_size if is_split_by_column else 1,
     )
@@ -355,16 +372,42 @@ def fused_rows(
     """Returns the parts of a fused parameter, which lie one below the other.
 
     `layout` has an entry (rows on this rank, rows of the whole HF tensor, index of this rank's
-    block) for each part. `names` has one HF name for each part, or a single name if the checkpoint
-    is fused too (Phi-3)."""
+    block) for each part. `names` has one HF name for each part. If there are fewer, the first one
+    is of a tensor that is fused in the checkpoint too (Phi-3, Qwen3.5), and has all parts but those
+    of the other names."""
     starts = accumulate((num_rows for num_rows, *_ in layout), initial=0)
+    num_fused = max(1, len(layout) - len(names) + 1)
     tensor_parts = tuple(
         TensorPart(name, num_hf_rows, block * num_rows, start, num_rows)
         for name, start, (num_rows, num_hf_rows, block) in zip(
-            cycle(names), starts, layout, strict=False
+            [names[0]] * num_fused + list(names[1:]), starts, layout, strict=False
         )
     )
-    return _parts_of_one(names[0], tensor_parts) if len(names) < len(layout) else tensor_parts
+    return _parts_of_one(names[0], tensor_parts[:num_fused]) + tensor_parts[num_fused:]
+
+
+def _convolution_product(layer: Any) -> Callable[[Tensor], Tensor]:
+    """Returns what a packed convolution's channels make of a vector, [width] -> [channels]."""
+
+    def product(vector: Tensor) -> Tensor:
+        from vllm._custom_ops import causal_conv1d_fwd_cpu
+
+        channels, width = layer._cpu_unpacked_conv_weight.shape
+        # A sequence of so many tokens, whose last one sees all of the vector.
+        outputs: Tensor = causal_conv1d_fwd_cpu(
+            x=vector[:, None].repeat(1, channels).t(),
+            weight=layer.weight,
+            bias=None,
+            conv_states=vector.new_zeros(1, width - 1, channels).transpose(1, 2),
+            query_start_loc=torch.tensor([0, width], dtype=torch.int32),
+            cache_indices=torch.tensor([0], dtype=torch.int32),
+            has_initial_state=torch.tensor([False]),
+            silu_activation=False,
+            is_weight_packed=True,
+        )
+        return outputs[:, -1]
+
+    return product
 
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:

@@ -12,7 +12,6 @@ works everywhere. Capped attention logits (Gemma 2) use a softmax that is writte
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable
 from itertools import accumulate, groupby
@@ -25,6 +24,7 @@ from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.logits import capped_attention
+from grpo_spmd.model.families.recurrent import can_import
 from grpo_spmd.records import RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
@@ -46,11 +46,11 @@ class PackedLayout:
         transformers hands the layout to every layer."""
         self.backend = backend
         self.routes = routes
-        if backend == "sdpa":
-            # Pairs (number of sequences, their length) for neighbours of equal length. Packing
-            # sorts by length, so that all sequences of one length are neighbours.
-            self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
-        else:
+        self.starts = starts
+        # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
+        # length, so that all sequences of one length are neighbours.
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
+        if backend != "sdpa":
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
             self.bounds = (starts, starts, longest, longest)
@@ -79,7 +79,7 @@ def choose_backend(
         and head_dim % 8 == 0
         and head_dim <= 256
     )
-    if has_kernels and choice != "sdpa" and _can_import("flash_attn", "flash_attn_varlen_func"):
+    if has_kernels and choice != "sdpa" and can_import("flash_attn", "flash_attn_varlen_func"):
         return "flash"
     if choice == "flash":
         raise ConfigError(
@@ -88,18 +88,9 @@ def choose_backend(
             "8 divides, 256 at most, and the flash-attn package; set auto or sdpa"
         )
     can_be_varlen = has_kernels and choice == "auto" and not capped
-    if can_be_varlen and _can_import("torch.nn.attention.varlen", "varlen_attn"):
+    if can_be_varlen and can_import("torch.nn.attention.varlen", "varlen_attn"):
         return "varlen"
     return "sdpa"
-
-
-def _can_import(module: str, name: str) -> bool:
-    """Returns True if `module` can be imported and has `name`."""
-    try:
-        return hasattr(importlib.import_module(module), name)
-    # A flash-attn that was built for another torch raises ImportError too.
-    except ImportError:
-        return False
 
 
 # torch.compile must not trace this: it would compile again for each set of lengths, and it cannot

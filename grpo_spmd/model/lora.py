@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
+from grpo_spmd.model.config_json import has_recurrent_layers
 from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.families.stored import build_on_meta, has_experts
+from grpo_spmd.model.families.stored import build_on_meta, is_mixture
 from grpo_spmd.model.sharding import gather_rows
 
 
@@ -103,10 +104,10 @@ def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
     """Returns the target modules by their last names, for an engine that starts before the
     policy."""
     model = build_on_meta(path)
-    if has_experts(model):
+    if is_mixture(model) or has_recurrent_layers(model.config.to_dict()):
         raise ConfigError(
-            f"model.lora.sync: adapter, but {path} has experts, which vLLM wraps for adapters of "
-            "their own; set merged"
+            f"model.lora.sync: adapter, but {path} has experts or recurrent layers, which vLLM "
+            "wraps for adapters of their own; set merged"
         )
     return [target.rpartition(".")[2] for target in target_modules(model, config)]
 

@@ -27,9 +27,15 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
+from grpo_spmd.files import read_model_config
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
-from grpo_spmd.model.config_json import head_dim, num_active_parameters
+from grpo_spmd.model.config_json import (
+    has_experts,
+    has_text_part,
+    head_dim,
+    num_active_parameters,
+)
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
 from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
@@ -213,6 +219,8 @@ def build_policy(
     _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)
     stored = refuse_tensors(policy.model, folder, policy.saved)
+    if has_text_part(read_model_config(folder)):
+        policy.saved = stored  # the engine has the whole model's names
     policy.max_rollout_tokens = max_rollout_tokens
     policy.replays_routes = replays_routes and policy.num_routers > 0
     if replays_routes and not policy.num_routers:
@@ -262,7 +270,7 @@ def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
     for parameter in policy.model.parameters():
         num_experts = len(parameter)
         padded = -(-num_experts // num_ranks) * num_ranks
-        if parameter.dim() == 3 and padded > 1.25 * num_experts:
+        if has_experts(parameter.shape) and padded > 1.25 * num_experts:
             raise ConfigError(
                 f"model.path: {path} has {num_experts} experts a layer, which {num_ranks} ranks "
                 f"would hold as {padded}; set model.num_replicas so that fewer ranks share a model"

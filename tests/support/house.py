@@ -51,26 +51,26 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 25_400,
+    "model": 26_700,
     "learn": 17_100,
     "proofs": 18_500,
     "observe": 21_250,
-    "engine": 18_080,
+    "engine": 18_700,
     "episodes": 25_000,
     "rollout": 10_000,
-    "checkpoint": 9_900,
+    "checkpoint": 10_000,
     "diagnosis": 10_900,
     "checks": 18_400,
     "signals": 14_850,
     "parts": 3_850,
     "loop": 800,
     "train": 600,
-    "demo": 5_500,
+    "demo": 5_600,
     "tools": 58_850,
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 230
+MOST_FILES = 231
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 23

@@ -15,7 +15,17 @@ from grpo_spmd.demo.countdown import make_tokenizer
 
 FAMILIES = ("qwen2", "qwen3", "llama", "granite")
 EXPERTS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "granitemoe", "glm4_moe")
+HYBRIDS = ("qwen3_5_text", "qwen3_5_moe_text")
 _EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+# Three gated delta nets to one attention layer; vLLM's kernels for a CPU need heads of 64.
+_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 # What sets these apart, where it bites: windows and caps are small, scales away from 1.
 _LAYERS = ["sliding_attention", "full_attention"]
 _APART: dict[str, dict[str, Any]] = {
@@ -38,6 +48,13 @@ _APART: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,  # the first layer has no experts
         "routed_scaling_factor": 1.5,
         "use_qk_norm": True,
+    },
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": {
+        **_HYBRID,
+        **_EXPERTS,
+        "num_experts": 6,
+        "shared_expert_intermediate_size": 40,
     },
     "cohere2": {"logit_scale": 0.3, "sliding_window": 8, "layer_types": _LAYERS},
     "phi3": {  # longrope, with long factors from 17 positions on, on three quarters of a head
@@ -88,6 +105,7 @@ def make_model(
     }
     if family not in (
         *("qwen3", "llama", "mistral", "glm4", "gemma2", "gemma3_text", "qwen3_moe", "glm4_moe"),
+        *HYBRIDS,
     ):
         del sizes["head_dim"]
         sizes["hidden_size"] = 128  # from which most take the size of a head
@@ -98,7 +116,7 @@ def make_model(
             "attention_multiplier": 0.2,
             "logits_scaling": 1.7,
         }
-    sizes = {**_APART.get(family, {}), **sizes}
+    sizes = {**sizes, **_APART.get(family, {}), **overrides}
     config = CONFIG_MAPPING[family](**sizes)
     model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -112,6 +130,40 @@ def make_model(
                     )
                 )
     model.save_pretrained(folder)
+    return folder
+
+
+def make_multimodal(folder: Path, family: str, seed: int = 0) -> Path:
+    """A model of text and images whose text part is `family`, a hybrid, as Qwen3.5 is released."""
+    folder.mkdir(parents=True, exist_ok=True)
+    make_tokenizer(folder)
+    torch.manual_seed(seed)
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 256,
+        "eos_token_id": 0,
+        "pad_token_id": 0,
+        "initializer_range": 0.1,
+        **_APART[family],
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 64,
+        "num_heads": 2,
+        "intermediate_size": 128,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 64,
+    }
+    config = CONFIG_MAPPING[family.removesuffix("_text")](
+        text_config=text, vision_config=vision, image_token_id=90, video_token_id=91
+    )
+    kind = transformers.AutoModelForImageTextToText
+    kind.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return folder
 
 

@@ -43,6 +43,7 @@ _NOT_VLLMS |= {
     "rank",
     "base_stays_in_engine",
     "set_submodule",
+    "get_submodule",
     "device",
     "name",
     "moe_kernel",

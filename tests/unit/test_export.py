@@ -275,7 +275,7 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         (
             gone,
             None,
-            r"^--merge: the base model .*gone cannot be found .*; name it with --base$",
+            r"^the base model .*gone cannot be found .*; name it with --base$",
         ),
         (
             gone,

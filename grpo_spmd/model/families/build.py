@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.config_json import is_constant
+from grpo_spmd.model.families.recurrent import compute_by_sequence
 from grpo_spmd.model.hf_files import first_line, load_config
 
 _log = logging.getLogger("grpo_spmd")
@@ -69,7 +70,7 @@ def build_hf_model(
         options.setdefault("experts_implementation", "eager")
     with as_config_error(path, "cannot be built by transformers"):
         try:
-            return auto_class.from_config(hf_config, trust_remote_code=False, **options)
+            model = auto_class.from_config(hf_config, trust_remote_code=False, **options)
         except KeyError as error:
             # Some models look the attention up among classes of their own, one for each kind.
             if error.args != (options.get("attn_implementation"),):
@@ -78,6 +79,8 @@ def build_hf_model(
                 f"model.path: {path} has its attention in code of its own, not through "
                 "transformers' attention interface, which packed rows need"
             ) from None
+    compute_by_sequence(model)
+    return model
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

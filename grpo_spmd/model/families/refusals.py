@@ -24,6 +24,7 @@ from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_s
 from grpo_spmd.model.config_json import head_dim, is_constant, refuse_by_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
 from grpo_spmd.model.families.logits import logits_map
+from grpo_spmd.model.families.recurrent import SequenceWise
 from grpo_spmd.model.families.stored import (
     SavedLayout,
     SavedTensor,
@@ -238,18 +239,33 @@ def _refuse_other_maths(model: Any, path: str) -> None:
     of model names could be complete."""
     model_class = type(model).__name__
     trace = _Trace()
-    layout = _ProbeLayout(_PROBE_LENGTHS, sequence_starts(_PROBE_LENGTHS), "sdpa")
+    sequence_wise = [
+        module.forward.__self__
+        for module in model.modules()
+        if isinstance(getattr(module.forward, "__self__", None), SequenceWise)
+    ]
+    for sequences in sequence_wise:
+        sequences.observe(trace.compute_sequences)
+    layout = _ProbeLayout()
     ids = torch.zeros(1, sum(_PROBE_LENGTHS), dtype=torch.long, device="meta")
     with as_config_error(path, f"({model_class}) cannot be run over packed rows"), trace:
         states = model.get_decoder()(
             input_ids=ids, position_ids=ids.clone(), use_cache=False, packed_layout=layout
         )
         hidden = states.last_hidden_state
-    num_layers = len(decoder_layers(model))
-    if layout.num_layers_called != num_layers:
+    layers = decoder_layers(model)
+    recurrent = {id(sequences.layer) for sequences in sequence_wise}
+    num_calls = [
+        sum(id(module) in layout.attention_called for module in layer.modules()) for layer in layers
+    ]
+    if len(layout.attention_called) != sum(num_calls) or not all(
+        calls == 1 or (not calls and id(layer) in recurrent)
+        for calls, layer in zip(num_calls, layers, strict=True)
+    ):
         raise ConfigError(
             f"model.path: {path} ({model_class}) calls transformers' attention interface "
-            f"{layout.num_layers_called} times in its {num_layers} layers, and not once in each"
+            f"{len(layout.attention_called)} times in its {len(layers)} layers, and not once in "
+            "each"
         )
     for operator in trace.operators:
         if _ALONG_THE_ROW.search(operator):
@@ -273,10 +289,21 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[str] = []
+        self._is_within_sequences = False
+
+    def compute_sequences(self, forward: Any, states: Tensor, *args: Any, **options: Any) -> Any:
+        """Calls a recurrent module on sequences [number, length, D], whose operators may mix the
+        tokens of each."""
+        self._is_within_sequences = states.shape[1] in _PROBE_LENGTHS
+        try:
+            return forward(states, *args, **options)
+        finally:
+            self._is_within_sequences = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        self.operators.append(name)
+        if not self._is_within_sequences:
+            self.operators.append(name)
         if name in ("_local_scalar_dense", "item", "is_nonzero"):
             num_tokens = sum(_PROBE_LENGTHS)
             return bool(num_tokens) if args[0].dtype == torch.bool else num_tokens
@@ -284,9 +311,11 @@ class _Trace(TorchDispatchMode):
 
 
 class _ProbeLayout(PackedLayout):
-    """A layout that counts how many attention calls received it, one for each layer."""
+    """A layout that records the attention modules that received it, one for each layer."""
 
-    num_layers_called = 0
+    def __init__(self) -> None:
+        super().__init__(_PROBE_LENGTHS, sequence_starts(_PROBE_LENGTHS), "sdpa")
+        self.attention_called: list[int] = []
 
 
 def _probe_attention(
@@ -304,7 +333,7 @@ def _probe_attention(
     layout = options.get("packed_layout")
     if not isinstance(layout, _ProbeLayout):
         raise ConfigError(f"model.path: {name} is not told where the sequences of a packed row lie")
-    layout.num_layers_called += 1
+    layout.attention_called.append(id(module))
     if attention_mask is not None:
         raise ConfigError(
             f"model.path: {name} brings an attention mask, which packed rows do not support"

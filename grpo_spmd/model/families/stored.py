@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.config_json import is_constant
+from grpo_spmd.model.config_json import TEXT_PREFIX, has_experts, is_constant
 from grpo_spmd.model.families.build import build_hf_model
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.sharding import as_matrix, num_rows
@@ -52,9 +52,9 @@ def build_on_meta(path: str) -> Any:
         return build_hf_model(load_config(path), path)
 
 
-def has_experts(model: Any) -> bool:
+def is_mixture(model: Any) -> bool:
     """Returns True if a parameter has the matrices of several experts."""
-    return any(parameter.dim() == 3 for parameter in model.parameters())
+    return any(has_experts(parameter.shape) for parameter in model.parameters())
 
 
 def constants(model: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -69,7 +69,7 @@ def saved_layout(model: Any) -> SavedLayout:
 
     {} for a model without experts, whose engine takes the parameters' own names. Raises ConfigError
     if a tensor on disk has not consecutive rows of one parameter."""
-    if not has_experts(model):
+    if not is_mixture(model):
         return {}
     with torch.device("cpu"):  # the model may be under construction on the meta device
         return _layout_of(model)
@@ -118,14 +118,16 @@ def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> Save
     missing = parameters.keys() - stored
     if not missing:
         return {}
-    # A decoder that was stored by itself lacks the prefix of the whole model.
+    # A decoder that was stored by itself lacks the prefix of the whole model, and one that is a
+    # part of a larger model has a longer one.
     prefix = f"{model.base_model_prefix}."
     layout: SavedLayout = {}
     for name, tensors in saved.items():
-        without_prefix = [
-            tensor._replace(name=tensor.name.removeprefix(prefix)) for tensor in tensors
-        ]
-        for candidates in (tensors, without_prefix):
+        for other_prefix in (prefix, "", TEXT_PREFIX):
+            candidates = [
+                tensor._replace(name=tensor.name.replace(prefix, other_prefix, 1))
+                for tensor in tensors
+            ]
             if name in missing and all(tensor.name in stored for tensor in candidates):
                 layout.setdefault(name, candidates)
     renamings = [

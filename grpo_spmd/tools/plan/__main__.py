@@ -21,7 +21,7 @@ from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.config.load import decided, decided_values, load_config
 from grpo_spmd.config.schema import ENGINE_RANKS_KEY, Config
 from grpo_spmd.files import hold_standard_streams, read_model_config, show
-from grpo_spmd.model.config_json import refuse_by_config
+from grpo_spmd.model.config_json import refuse_by_config, text_config
 from grpo_spmd.model.reward_model_files import errors_about
 from grpo_spmd.observe.cards import Card, find_card
 from grpo_spmd.tools.plan.step_time import FRAGMENTATION, GIB, RANKS_PER_NODE, Case
@@ -275,7 +275,7 @@ def _check_config(config: Config, args: argparse.Namespace) -> Path:
     with errors_about("model.path"):
         model = read_model_config(folder)
     refuse_by_config(model, path)
-    check_model_sizes(config, model)
+    check_model_sizes(config, text_config(model))
     return folder
 
 

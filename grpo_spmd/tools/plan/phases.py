@@ -25,7 +25,6 @@ from grpo_spmd.checks.memory import (
     engine_weights,
     extra_passes,
     is_shared_teacher,
-    kv_bytes_per_token,
     kv_itemsize,
     micro_batch_tokens,
     micro_batches_per_step,
@@ -51,7 +50,10 @@ from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     ModelFacts,
     Shapes,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
     shapes_from_config,
+    text_config,
 )
 from grpo_spmd.tools.plan.dry_run import Pass, Peaks, Usage, parameter_shapes, peaks_of
 from grpo_spmd.tools.plan.step_time import (
@@ -168,7 +170,7 @@ def facts_from_config(folder: Path) -> ModelFacts:
 
     Weights beside it may be incomplete, or another model's. Raises ConfigError or OSError.
     """
-    config = read_model_config(folder)
+    config = text_config(read_model_config(folder))
     shapes = shapes_from_config(config) or parameter_shapes(folder)
     return ModelFacts(shapes, config, "config.json")
 
@@ -433,16 +435,20 @@ def kv_cache(case: Case) -> KvCache:
         num_bytes = budget - engine_weights(config, case.model)
         num_bytes -= engine_activations(case) + sampler_tables(case) + graph_bytes(case)
     token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.engine_ranks)
-    tokens = max(0, num_bytes // (token * _BLOCK) * _BLOCK)
     sequences = sequences_of_engine(config, case.num_ranks)
-    prompts = sequences // rollout.group_size
-    # A group shares its prompt's blocks.
+    longest_bytes = _round_to_blocks(engine_tokens(config)) * token
+    # What a sequence takes whatever its length leaves less for tokens: as with the longest ones.
+    sequence_bytes = kv_bytes_per_sequence(case.sizes, rollout.engine_ranks)
+    num_bytes_of_tokens = num_bytes * longest_bytes // (longest_bytes + sequence_bytes)
+    tokens = max(0, num_bytes_of_tokens // (token * _BLOCK) * _BLOCK)
+    # A group shares its prompt's blocks, but no recurrent states.
+    prompts = sequences if sequence_bytes else sequences // rollout.group_size
     needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
     num_running = tokens // _round_to_blocks(config.max_rollout_tokens)
     return KvCache(
         num_bytes=num_bytes,
         tokens=tokens,
-        longest_bytes=_round_to_blocks(engine_tokens(config)) * token,
+        longest_bytes=longest_bytes + sequence_bytes,
         needed_tokens=needed,
         full_length=min(num_running, engine_places(case)),
         sequences=sequences,

@@ -16,7 +16,6 @@ from grpo_spmd.checks.memory import (
     ITEMSIZE,
     State,
     extra_passes,
-    kv_bytes_per_token,
     micro_batches_per_step,
     most_sequences,
     replica_ranks,
@@ -24,7 +23,7 @@ from grpo_spmd.checks.memory import (
 )
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config
-from grpo_spmd.model.config_json import Dimensions, ModelFacts
+from grpo_spmd.model.config_json import Dimensions, ModelFacts, kv_bytes_per_token
 from grpo_spmd.observe.cards import Card, is_large_for_vllm, max_num_seqs
 
 GIB = 2**30
@@ -232,7 +231,7 @@ def forward_flops(work: Work) -> float:
     """
     sizes = work.sizes
     squares = sum((prompt + completion) ** 2 for prompt, completion in work.lengths)
-    attention = 2 * sizes.layers * sizes.heads * sizes.head_dim * squares
+    attention = 2 * sizes.attention_layers * sizes.heads * sizes.head_dim * squares
     layers = 2 * work.layer_parameters * work.tokens
     return layers + 2 * work.head_parameters * work.completion_tokens + attention
 
@@ -373,8 +372,9 @@ def _rollout_s(case: Case, num_running: int) -> float:
     # Scheduling is asynchronous: the host prepares a step while the device works on the one before.
     host = completion * (ENGINE_STEP_S + ENGINE_SEQUENCE_S * num_running)
     round_s = max(decode + reduced / speed.link, host)
-    groups = -(-sequences // case.config.rollout.group_size)
-    prefill = 2 * work.layer_parameters * groups * prompt / speed.flops / tp
+    # A group shares its prompt, unless layers have recurrent states.
+    shared = 1 if work.sizes.recurrent_layers else case.config.rollout.group_size
+    prefill = 2 * work.layer_parameters * -(-sequences // shared) * prompt / speed.flops / tp
     return sequences / num_running * round_s + prefill
 
 

@@ -14,7 +14,6 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.checks.memory import kv_bytes_per_token
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -24,7 +23,7 @@ from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.requests import EngineStateError, Request
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.model.config_json import read_model
+from grpo_spmd.model.config_json import kv_bytes_per_token, read_model
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Completion, Rollout
