@@ -113,13 +113,13 @@ class _StoredRows:
 
 
 def _saved_tensors(
-    tensors: Mapping[str, StoredTensor], folder: Path, path: str
+    tensors: Mapping[str, StoredTensor], folder: Path, base: object
 ) -> dict[str, StoredTensor | _StoredRows | _Merged]:
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
 
     `folder` has the model's config.json. If it is that of several models, whose text part was
-    trained, the names are those of the model at `path`, and its other parts are returned too.
+    trained, the names are those of the model at `base`, and its other parts are returned too.
     Raises ConfigError if that model cannot be found.
     """
     is_part = has_text_part(read_model_config(folder))
@@ -132,7 +132,8 @@ def _saved_tensors(
     layout = saved_layout(model)
     by_name: dict[str, StoredTensor | _StoredRows | _Merged] = {}
     if is_part:
-        files = tensor_files(_base_folder(path, "bring it back: an export has all of its parts"))
+        remedy = "bring it back: an export has all of its parts"
+        files = tensor_files(_base_folder(str(base), remedy))
         layout = stored_layout(model, files, layout)
         by_name |= _other_parts(files, layout)
     for name, tensor in tensors.items():
@@ -289,8 +290,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            path = str(trainer["config"]["model.path"])
-            saved = _saved_tensors(tensors, folder, path)
+            saved = _saved_tensors(tensors, folder, base=trainer.get("model_path"))
             save_model(saved, folder, dtype or str(trainer["dtype"]))
 
 
