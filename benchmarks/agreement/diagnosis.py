@@ -88,6 +88,36 @@ class FailingRoom(Stockroom):
             raise ConnectionError("the stock's database is down")
         return super().count(item)
 
+class SlowRoom(Stockroom):
+    def count(self, item: str) -> int:
+        """
+        Count one item.
+
+        Args:
+            item: The item's letter.
+        """
+        time.sleep(0.5)
+        return super().count(item)
+
+class LeakingRoom(Stockroom):
+    kept = []
+
+    def count(self, item: str) -> int:
+        """
+        Count one item.
+
+        Args:
+            item: The item's letter.
+        """
+        self.kept.append(b"x" * 300_000)
+        return super().count(item)
+
+kept = []
+
+def leaking(prompts, completions, **columns):
+    kept.append(b"x" * 2_000_000)
+    return [float("*" in text) for text in completions]
+
 def hanging(prompts, completions, **columns):
     if completions[0].startswith("9"):
         time.sleep(60)
@@ -165,14 +195,14 @@ def _ask_tools(folder: Path, demo: Path) -> Sequence[str]:
     return [f"model.path={tools / 'model'}", f"data.train={tools / 'train.jsonl'}"]
 
 
-def _room(name: str) -> Case:
+def _room(name: str, *overrides: str, num_steps: int = 8) -> Case:
     """Returns a run of the tools demo in a room of that class."""
     reward = "rewards=[{function: 'REWARDS:right_counts'}]"
     per_step = "rollout.num_prompts_per_step=16"
     return Case(
-        (f"environment.factory=REWARDS:{name}", reward, per_step),
+        (f"environment.factory=REWARDS:{name}", reward, per_step, *overrides),
         config="demo-tools",
-        num_steps=8,
+        num_steps=num_steps,
         prepare=_ask_tools,
     )
 
@@ -259,7 +289,29 @@ CASES: dict[str, Case] = {
         _room("FailingRoom"),
         cause="tool calls fail",
         evidence="the stock's database is down",
-        allowed=("groups are alike", "the reward never differs"),
+        allowed=("groups are alike", "the reward never differs", "completions are cut off"),
+    ),
+    "a slow tool, few workers": replace(
+        _room("SlowRoom", "environment.num_workers=8"),
+        cause="the environment or a tool is slow",
+        evidence="Its 8 workers a rank are busy",
+    ),
+    "a slow tool, a worker for each episode": replace(
+        _room("SlowRoom", "environment.num_workers=32", "rollout.num_prompts_per_step=4"),
+        cause="the environment or a tool is slow",
+        allowed=("groups are alike",),
+    ),
+    "a reward that keeps memory": Case(
+        _reward("leaking"),
+        "memory grows",
+        num_steps=26,
+        allowed=("groups are alike", "the "),
+        evidence="A reward function, a tool or an environment keeps",
+    ),
+    "a tool that keeps memory": replace(
+        _room("LeakingRoom", num_steps=26),
+        cause="memory grows",
+        evidence="A reward function, a tool or an environment keeps",
     ),
     "rewards that are None": Case(
         _reward("absent"), "completions have no reward", allowed=("groups are alike", "the ")
@@ -304,7 +356,7 @@ CASES: dict[str, Case] = {
     "healthy: a low rate": Case(("optimizer.lr=1e-5",), num_steps=20),
     "healthy: PPO": Case((), config="demo-ppo", num_steps=40, prepare=_make_critic),
     "healthy: tail batching": Case(("rollout.tail_batching=1.5",), num_steps=20),
-    "healthy: tools": replace(_room("Stockroom"), num_steps=20),
+    "healthy: tools": _room("Stockroom", num_steps=20),
     "healthy: entropy bonus": Case(("loss.entropy_coef=0.001",), num_steps=20),
     "healthy: few steps": Case((), num_steps=3),
 }

@@ -98,7 +98,7 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
             "favours no length.",
             step=steps.first if steps is not None else None,
             metric=tokens.key,
-            explains=(tokens.key,),
+            explains=(tokens.key, "completion/truncated_frac"),
         )
 
 
@@ -117,12 +117,17 @@ def _judge_end_of_turn(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
             yield Finding(
                 "bad",
                 f"{names[token]!r:.40} does not end a completion",
-                f"{count / len(truncated):.0%} of the completions of the first dumped step contain "
+                f"{count / len(truncated):.0%} of the completions recorded at the start contain "
                 "it and go on to rollout.max_completion_tokens, so it is no stop token: add it to "
                 "eos_token_id in the model's generation_config.json.",
-                step=run.dumped_steps[0],
+                step=int(cut.steps[0]),
                 metric=cut.key,
-                explains=(cut.key, "completion/tokens_mean"),
+                explains=(
+                    cut.key,
+                    "completion/tokens_mean",
+                    "reward/zero_std_groups_frac",
+                    "reward/std",
+                ),
             )
 
 
@@ -146,7 +151,7 @@ def _judge_repeated_prompts(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]
         yield Finding(
             "warning",
             "the data repeats itself",
-            f"Of {len(prompts)} rows in the dumps {num_copies} have a prompt that another row has "
+            f"Of {len(prompts)} recorded rows {num_copies} have a prompt that another row has "
             "too: such prompts count several times in every epoch. Remove copies from data.train.",
             step=run.dumped_steps[0],
         )

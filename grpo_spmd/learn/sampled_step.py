@@ -291,7 +291,9 @@ class _Rank0Step:
         for number, name in enumerate(self._reward_names):
             metrics |= reward_metrics(name, rows["by_name"][:, number])
         metrics |= self._error_rates
-        metrics |= episode_metrics(rows, self._counts.calls_s, self._counts.tools)
+        metrics |= episode_metrics(
+            rows, self._counts.calls_s, self._counts.tools, num_ranks=self._rules.num_ranks
+        )
         if self._rules.rollout.dynamic_sampling:
             num_alike = int(is_alike.sum())
             num_missing = self._rules.rollout.num_prompts_per_step - num_used
@@ -386,7 +388,7 @@ def check_environment_errors(
 
 
 def episode_metrics(
-    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int]
+    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int], *, num_ranks: int
 ) -> dict[str, float | None]:
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
 
@@ -408,6 +410,7 @@ def episode_metrics(
         num_calls = tools["calls"]
         metrics["environment/tool_calls_mean"] = num_calls / tools["episodes"]
         metrics["environment/tool_error_frac"] = tools["errors"] / num_calls if num_calls else None
+    metrics["environment/calls_s_per_rank"] = math.fsum(calls_s) / num_ranks
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 

@@ -51,6 +51,7 @@ class _Model(msgspec.Struct, frozen=True):
 class _AddedToken(msgspec.Struct, frozen=True):
     id: int
     content: str
+    special: bool = False
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
@@ -86,6 +87,8 @@ class TokenPieces:
             self._texts = {index: token for index, (token, _) in enumerate(vocab)}
         # Added tokens may replace tokens of the vocabulary, so they come second.
         self._texts.update({token.id: token.content for token in file.added_tokens})
+        # A completion's text leaves these out.
+        self.special_ids = {token.id for token in file.added_tokens if token.special}
         self._is_byte_level = "ByteLevel" in kinds
         self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
         # Each token of the vocabulary is made once.

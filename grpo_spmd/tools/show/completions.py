@@ -161,36 +161,38 @@ class TokenDifferences:
             f"(token {index + 1}{piece})"
         )
 
-    def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
-        """Returns the completion as the text of its tokens, and the style of each character.
+    def token_text(self, record: RolloutRecord, has_colour: bool) -> tuple[str, Styles]:
+        """Returns the completion as the text of its tokens, special ones too, and the style of each
+        character.
 
         An episode's turns stand below each other. If the tokens do not make the recorded text,
         that text is returned without colours.
         """
-        scores = self._scores.get(record.rollout_id)
-        if scores is None or self._pieces is None:
-            return record.completion, ""
-        pieces = self._pieces.decode(record.completion_ids)
-        if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
+        pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
+        if self._pieces is None or sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
         # An episode has a text for each sampled turn.
         turns = [turn for turn in record.turns if turn["sampled"]]
         breaks = set(np.cumsum([len(turn["token_ids"]) for turn in turns])[:-1].tolist())
         texts: list[str] = []
         styles: list[str] = []
-        sizes = np.abs(scores.difference) / self._bound
-        for index, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        plain_texts: list[str] = []
+        scores = self._scores.get(record.rollout_id) if has_colour else None
+        sizes = np.zeros(len(pieces)) if scores is None else np.abs(scores.difference) / self._bound
+        for index, (token_id, piece) in enumerate(zip(record.completion_ids, pieces, strict=True)):
             if index in breaks:
                 texts.append("\n")
                 styles.append("")
             texts.append(piece)
+            if token_id not in self._pieces.special_ids:
+                plain_texts.append(piece)
             # NaN is beyond all bounds.
-            style = next((style for bound, style in _STYLES if not size < bound), "")
+            style = next((style for bound, style in _STYLES if not sizes[index] < bound), "")
             styles += [style] * len(piece)
-        text = "".join(texts)
-        if record.status is None and not text.strip().startswith(record.completion.strip()):
+        plain_text = "".join(plain_texts)
+        if record.status is None and not plain_text.strip().startswith(record.completion.strip()):
             return record.completion, ""
-        return text, styles
+        return "".join(texts), styles
 
     @cached_property
     def _pieces(self) -> TokenPieces | None:
@@ -274,11 +276,7 @@ def completion_lines(
         yield from prompt_lines(record, terminal)
     if record.messages:
         yield from _message_lines(record.messages, terminal)
-    text: str = record.completion
-    styles: Styles = ""
-    if terminal.has_colour:
-        # Without colours the recorded text is shown, not the tokens' text.
-        text, styles = differences.coloured_text(record)
+    text, styles = differences.token_text(record, terminal.has_colour)
     if not record.messages or any(styles):
         title = "sampled tokens" if record.messages else "completion"
         yield terminal.line(title, "role", _INDENT)

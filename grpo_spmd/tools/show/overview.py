@@ -191,8 +191,7 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     for finding in list_findings(run):
         # The state's line has told why the run ended.
         if finding.text != run.why:
-            suffix = f" (from step {finding.step})" if finding.step is not None else ""
-            entries.append((finding.level, f"{finding.title}{suffix}: {finding.text}"))
+            entries.append((finding.level, f"{finding.title}{finding.suffix}: {finding.text}"))
     # Checks that are not well get a line each; all others share one.
     names = []
     for check in list_checks(run):
