@@ -35,6 +35,7 @@ _NUM_BEFORE_SPIKE = 20
 _MIN_BEFORE_SPIKE = 5
 _MAX_REASON_CHARS = 300
 _FAILED_TOOLS_FRAC = 0.2  # of calls: a policy tries out arguments that tools refuse
+_RETRIED_FRAC = 0.2  # of completions: so many retries take time
 _MOST_TOOLS_FRAC = 0.5  # the policy cannot learn to use such tools
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
 _MIN_GROWTH_GIB = 0.25  # in the second half of a run
@@ -302,9 +303,9 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
                 peak = curve.values.max()
                 is_watched = subject in watched
                 end = "it is only watched" if is_watched else f"at {bound:.0%} the run stops"
-                effects: tuple[str, ...] = ()
+                # A call that hangs is waited for, and one that fails is made again.
+                effects = ("time/reward_s",) if kind == "timeout" or peak >= _RETRIED_FRAC else ()
                 if kind == "timeout":
-                    effects = ("time/reward_s",)
                     end += "; more workers do not end a call that hangs, so look at what it waits "
                     end += "for, or set a lower timeout_s"
                 yield Finding(
@@ -562,8 +563,9 @@ def has_learned(run: RecordedRun) -> bool:
     something else.
     """
     reward = metric_curve(run.steps, "reward/mean")
-    spread = metric_curve(run.steps, "reward/std").start
-    has_risen = reward.end - reward.start >= 0.5 * spread > 0
+    # The first step's: a run may learn within the few steps that make up the level at the start.
+    spread = metric_curve(run.steps, "reward/std").values[:1].sum()
+    has_risen = reward.end - reward.values[:1].sum() >= 0.5 * spread > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
     is_cut_off = metric_curve(run.steps, "completion/truncated_frac").end >= 0.5
     return has_risen and is_best and not is_cut_off and not fallen_rewards(run)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -100,6 +101,16 @@ def print_notice(text: str) -> None:
 
 def quit_before_training(_: int) -> None:
     _quit(f"stopped by Ctrl-C before the first step; {_newest_checkpoint()}")
+
+
+def quit_evaluation(scratch: str) -> None:
+    """From now on a press ends this process, an evaluation whose folder of files is `scratch`."""
+
+    def answer(_: int) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _quit("stopped by Ctrl-C; the evaluation has no figures")
+
+    _answer_with(answer)
 
 
 def _quit(text: str) -> NoReturn:
