@@ -60,7 +60,7 @@ def main() -> None:
         per_device_train_batch_size=len(episodes),
         max_completion_length=64,
         max_tool_calling_iterations=7,
-        reward_weights=[*WEIGHTS.values(), 1.0],
+        reward_weights=[*WEIGHTS.values()],
     )
     trainer = _Trainer(
         model=str(folder / "tools/model"),
