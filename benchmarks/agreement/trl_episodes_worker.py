@@ -67,7 +67,9 @@ def main() -> None:
         args=arguments,
         reward_funcs=[getattr(room, name) for name in WEIGHTS],
         train_dataset=Dataset.from_list([episode["row"] for episode in episodes]),
-        processing_class=transformers.AutoTokenizer.from_pretrained(folder / "tools/model"),
+        processing_class=transformers.AutoTokenizer.from_pretrained(
+            folder / "tools/model", trust_remote_code=False
+        ),
         environment_factory=room.Room,
     )
     trainer.episodes = episodes

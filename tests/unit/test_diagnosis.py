@@ -301,6 +301,21 @@ def test_nothing_is_praised_beside_trouble(tmp_path: Path) -> None:
     assert [*diagnose(tmp_path / "leak", changed(leak))] == ["memory grows"]
 
 
+def test_a_run_that_learns_within_its_first_steps_has_learned(tmp_path: Path) -> None:
+    """Figures of a real run: 0.52 in the first step, 0.98 in the fourth."""
+    lines = healthy(NUM_STEPS)
+    rewards = [0.52, 0.82, 0.90, 0.98, *[1.0] * (NUM_STEPS - 4)]
+    for line, reward in zip(lines, rewards, strict=True):
+        line |= {
+            "reward/mean": reward,
+            "reward/std": (0.385, 0.33, 0.26, 0.12)[line["step"] - 1] if reward < 1 else 0.0,
+            "reward/zero_std_groups_frac": 1.0 if reward == 1 else 0.5,
+        }
+    findings = diagnose(tmp_path, lines, CONFIG.replace("lr: 0.1", "lr: 1.0e-3"))
+    assert "the prompts are nearly solved" in findings
+    assert {finding.level for finding in findings.values()} == {"ok"}
+
+
 @pytest.mark.parametrize(("error_frac", "level"), [(0.3, "warning"), (0.69, "bad")])
 def test_most_calls_of_tools_that_fail_are_bad(
     error_frac: float, level: str, tmp_path: Path
