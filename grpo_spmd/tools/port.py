@@ -225,7 +225,7 @@ def _leave_out_refused(
             key = min(named, key=text.index)
             settings = entries.pop(key).settings
             title = _BY_HAND if settings else _DECIDED
-            text = text.partition("; got ")[0].replace(" must be ", " can only be ")
+            text = text.partition("; did you mean")[0].replace(" must be ", " can only be ")
             for name in settings or {key}:
                 notes.setdefault(name, f"{title}: {text}")
 
