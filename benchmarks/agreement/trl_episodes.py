@@ -10,7 +10,8 @@ use) gets the same rows and environment, and in the place of its generation the 
 sampled. The rest is TRL's code as it stands: prompts with the task, the chat template, the loop of
 tool calls, reward functions, weights and advantages. Compared for each episode: the token ids of
 the prompt and of all that follows it, which of these were sampled, each reward (one is a
-digest of the prompts, one of the completions that the functions were given) and the advantage.
+digest of the prompts, one of the completions that the functions were given) and the advantage
+before it is divided by a deviation.
 The exit code is 1 if anything differs.
 """
 
@@ -127,6 +128,8 @@ def run_ours(folder: Path) -> list[dict[str, Any]]:
         "environment.max_turns": 8,
         "environment.num_workers": 4,
         "rewards": f"[{', '.join(rewards)}]",
+        # TRL divides by the deviation + 1e-4, ours by the deviation: compared before that.
+        "advantage.normalize_std": "none",
         "optimizer.lr": 1e-12,
         "training.num_steps": 1,
         "logging.rollouts_every_steps": 1,

@@ -27,7 +27,7 @@ class _Trainer(GRPOTrainer):  # type: ignore[misc]
     num_turns = 0
     rewards: torch.Tensor
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *_: Any, **__: Any) -> Any:
         """Returns the next turn of each episode that has one more."""
         sampled = [
             [turn["token_ids"] for turn in episode["turns"] if turn["sampled"]]
@@ -60,6 +60,7 @@ def main() -> None:
         per_device_train_batch_size=len(episodes),
         max_completion_length=64,
         max_tool_calling_iterations=7,
+        scale_rewards="none",
         reward_weights=[*WEIGHTS.values()],
     )
     trainer = _Trainer(
