@@ -212,6 +212,13 @@ def _with_plus_signs(weight: float) -> str:
     return f"rewards=[{countdown}, {{function: 'REWARDS:plus_signs'}}]"
 
 
+# What is true of a policy that has found a way to its reward, beside the reason why.
+_COLLAPSE = (
+    "completions are cut off",
+    "groups are alike",
+    "the entropy",
+    "all completions are one text",
+)
 CASES: dict[str, Case] = {
     "learning rate 0.1": Case(("optimizer.lr=0.1",), "the learning rate is too high"),
     "learning rate 0.03": Case(("optimizer.lr=0.03",), "the learning rate is too high"),
@@ -221,20 +228,20 @@ CASES: dict[str, Case] = {
     "a second reward pays more": Case(
         (_with_plus_signs(0.2),),
         "countdown falls while the reward rises",
-        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        allowed=(*_COLLAPSE, "lengths explode"),
         num_steps=30,
     ),
     "a watched reward falls": Case(
         (_with_plus_signs(0.0),),
         "countdown falls while the reward rises",
-        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        allowed=(*_COLLAPSE, "lengths explode"),
         num_steps=30,
     ),
     "length is paid": Case(
         (*_reward("long"), "rollout.max_completion_tokens=16"),
         "the reward follows the length",
         allowed=("completions are cut off", "lengths explode", "the entropy"),
-        num_steps=14,
+        num_steps=30,
     ),
     "one text is paid": Case(
         _reward("one_text"),

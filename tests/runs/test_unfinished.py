@@ -21,6 +21,7 @@ from tests.support.ranks import train
 
 MAX_TOKENS = 12  # 11 digits and the end of the turn
 NUM_STEPS = 50
+LETTERS = "abcdefghijklmnop"  # the prompts
 ENVIRONMENT = f"""
 class Longer:
     def reset(self):
@@ -43,7 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def batch(_: int) -> list[Example]:
         examples = []
         for _ in range(32):
-            prompt = tokenizer.encode(f"<|user|>{rng.choice('abcdefgh')}<|end|><|assistant|>")
+            prompt = tokenizer.encode(f"<|user|>{rng.choice(LETTERS)}<|end|><|assistant|>")
             digits = "".join(rng.choices("0123456789", k=rng.randint(2, 14)))
             answer = tokenizer.encode(f"{digits}<|end|>")
             is_trained = [False] * len(prompt) + [True] * len(answer)
@@ -53,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = model_config(vocab_size=272, max_position_embeddings=64)
     make_model(folder / "model", 0, config, batch, [5e-3] * 150)
     startup.end()
-    rows = [{"prompt": [{"role": "user", "content": item}]} for item in "abcdefgh"]
+    rows = [{"prompt": [{"role": "user", "content": item}]} for item in LETTERS]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "longer.py").write_text(ENVIRONMENT)
     file = write_config(
