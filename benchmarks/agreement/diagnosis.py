@@ -61,7 +61,7 @@ def one_text(prompts, completions, **columns):
     return [float(text == "1+1") + text.count("1") / 8 for text in completions]
 
 def absent(prompts, completions, **columns):
-    return [None if len(text) % 2 else 1.0 for text in completions]
+    return [None if text[:1] in "13579" else 1.0 for text in completions]
 
 def slow(prompts, completions, **columns):
     time.sleep(0.1)
