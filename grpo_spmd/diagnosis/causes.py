@@ -19,6 +19,7 @@ from grpo_spmd.diagnosis.symptoms import fallen_rewards, reward_spread, setting
 _LEAPS_BY_RATIO = {"loss/entropy": 2.0, "completion/tokens_mean": 2.0, "optim/grad_norm": 10.0}
 _LEAPS_BY_RISE = {"completion/truncated_frac": 0.3, "reward/zero_std_groups_frac": 0.3}
 _MAX_LR = 1e-3  # of AdamW on tiny models; large ones, and LoRA, train at less
+_MIN_STEPS_AFTER = 4  # the first update
 _MIN_STEPS_TO_LEARN = 20
 _ALIKE_FRAC = 0.999
 _SLOW_FRAC = 0.4  # of a step's time
@@ -39,12 +40,13 @@ def _judge_learning_rate(run: RecordedRun, symptoms: Sequence[Finding]) -> Itera
         return
     # The metrics of the step with the first update were sampled before it.
     begin = int(update_steps[0]) + 1
-    num_after = max(4, len(run.steps) // 10)
+    num_after = max(_MIN_STEPS_AFTER, len(run.steps) // 10)
 
     def levels(metric: str) -> tuple[float, float]:
         curve = metric_curve(run.steps, metric)
         late_values = curve.values[curve.steps >= begin][:num_after]
-        if not len(late_values):
+        # A few completions of a few steps prove nothing.
+        if len(late_values) < _MIN_STEPS_AFTER:
             return math.nan, math.nan
         return float(np.mean(curve.values[curve.steps < begin])), float(np.median(late_values))
 
@@ -225,7 +227,9 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
     num_workers = setting(run, "environment.num_workers", 16)
     calls_s = metric_curve(run.steps, "environment/calls_s_per_rank").end
     busy_frac = calls_s / num_workers / sampling_s
-    turns = metric_curve(run.steps, "episode/turns_mean").end
+    # An agent's one call is its whole episode.
+    has_agent = run.config.get("environment.agent") is not None
+    turns = 2.0 if has_agent else metric_curve(run.steps, "episode/turns_mean").end
     waiting_frac = call_s.end * max(1.0, turns - 1) / sampling_s
     slowest = f"The slowest twentieth of its calls takes {call_s.end:.3g} s or more"
     text = ""
@@ -237,8 +241,8 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
         )
     elif waiting_frac >= _SLOW_CALL_FRAC and call_s.end >= 0.2:
         text = (
-            f"{slowest}, with {turns:.1f} turns an episode: {min(waiting_frac, 1):.0%} of the time "
-            "that a step samples. Quicker calls, or a lower environment.call_timeout_s."
+            f"{slowest}, and an episode waits for {min(waiting_frac, 1):.0%} of the time that a "
+            "step samples. Quicker calls, or a lower environment.call_timeout_s."
         )
     if text:
         yield Finding(

@@ -28,6 +28,7 @@ _FIELDS = (
     "position",
     "sample",
     "prompt",
+    "columns",
     "completion",
     "reward",
     "completion_ids",
@@ -144,15 +145,18 @@ def _special_tokens(run: RecordedRun) -> dict[int, str]:
 
 
 def _judge_repeated_prompts(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
-    """Yields data in which several rows have the same prompt."""
-    prompts = {record.row: str(record.prompt) for record in dumps.initial + dumps.newest}
+    """Yields data in which several rows have the same prompt and columns."""
+    # An environment's rows may differ in other columns alone.
+    prompts = {
+        record.row: str((record.prompt, record.columns)) for record in dumps.initial + dumps.newest
+    }
     num_copies = len(prompts) - len({*prompts.values()})
     if len(prompts) >= _MIN_GROUPS and num_copies >= 0.2 * len(prompts):
         yield Finding(
             "warning",
             "the data repeats itself",
-            f"Of {len(prompts)} recorded rows {num_copies} have a prompt that another row has "
-            "too: such prompts count several times in every epoch. Remove copies from data.train.",
+            f"Of {len(prompts)} recorded rows {num_copies} are copies of another one: such prompts "
+            "count several times in every epoch. Remove copies from data.train.",
             step=run.dumped_steps[0],
         )
 

@@ -205,10 +205,11 @@ class _Rank0Step:
                     "that there is nothing to train on; ask for turns at the base_url that "
                     "rollout() is given"
                 )
-            raise RewardError(
+            raise RewardError.about(
+                [*self._counts.first_errors, None][0],
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
-                "grpo_spmd.rewards for what these mean"
+                "grpo_spmd.rewards for what these mean",
             )
         # The first in the prompt stream; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]

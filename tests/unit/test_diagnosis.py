@@ -238,6 +238,35 @@ def test_episodes_that_wait_for_a_free_worker_are_a_slow_environment(
     assert "More environment.num_workers" in finding.text or not text
 
 
+def test_an_agents_one_call_is_its_whole_episode(tmp_path: Path) -> None:
+    """Figures of a real run: 0.47 s of 1.6 s are no half, whatever the number of turns."""
+
+    def call(line: Line, share: float) -> None:
+        line |= {
+            "environment/call_s_p95": 0.467,
+            "environment/calls_s_per_rank": 3.0,
+            "episode/turns_mean": 3.0,
+            "time/rollout_s": 1.64,
+        }
+
+    for key, title in (
+        ("agent: a.py:f", "nothing stands out"),
+        ("gym: a.py:G", "the environment or a tool is slow"),
+    ):
+        folder = tmp_path / key[:3]
+        config = f"{CONFIG}environment: {{{key}}}\n"
+        assert [*diagnose(folder, changed(call), config)] == [title]
+
+
+def test_three_steps_do_not_blame_the_learning_rate(tmp_path: Path) -> None:
+    """Figures of a real run of 16 completions a step."""
+    lines = healthy(3)
+    figures = ((0.625, 0.25), (0.5625, 0.75), (0.25, 1.0))
+    for line, (reward, alike) in zip(lines, figures, strict=True):
+        line |= {"reward/mean": reward, "reward/std": 0.5, "reward/zero_std_groups_frac": alike}
+    assert "the learning rate is too high" not in diagnose(tmp_path, lines)
+
+
 def test_a_cause_is_as_grave_as_what_it_explains(tmp_path: Path) -> None:
     """So that it stands in front: a wrong token at the end of turns is why groups are alike."""
 
@@ -462,7 +491,15 @@ def test_a_token_that_ends_turns_and_no_completion(tmp_path: Path) -> None:
 def test_prompts_that_repeat_and_one_text_for_all(tmp_path: Path) -> None:
     make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
     rollouts = [
-        record(1, position, sample, "yes", row=position, prompt=f"question {position % 4}")
+        record(
+            1,
+            position,
+            sample,
+            "yes",
+            row=position,
+            prompt=f"question {position % 4}",
+            columns={"answer": position % 4},
+        )
         for position in range(12)
         for sample in range(4)
     ]
@@ -470,6 +507,19 @@ def test_prompts_that_repeat_and_one_text_for_all(tmp_path: Path) -> None:
     findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
     assert {"the data repeats itself", "all completions are one text"} == findings.keys()
     assert "Of 12 recorded rows 8" in findings["the data repeats itself"].text
+
+
+def test_rows_of_an_environment_may_have_one_prompt_and_other_columns(tmp_path: Path) -> None:
+    make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
+    rollouts = [
+        record(
+            1, position, sample, f"{sample}", row=position, prompt="Play.", columns={"n": position}
+        )
+        for position in range(12)
+        for sample in range(4)
+    ]
+    dump(tmp_path, 1, rollouts)
+    assert [f.title for f in list_findings(read_run(tmp_path))] == ["nothing stands out"]
 
 
 def test_an_evaluation_set_that_is_the_training_set(tmp_path: Path) -> None:
