@@ -5,19 +5,22 @@ says more, beside the reward and beside a teacher that is frozen.
 
 A model of the countdown demo's size, with a warm start of two kinds of prompts: of "3,8=24:" it
 writes right and careless equations as in the demo, and of "3*8,3,8=24:" the equation in front. So
-it can use a hint, as a real model can. Each row is a run of 40 steps of 64 prompts x 8 on one rank:
+it can use a hint, as a real model can. Each row is a run of 40 steps of 64 prompts x 8 on one rank,
+with a learning rate of 2e-4 where it does not say another:
 
 - reward: GRPO by the verifier alone.
-- hint (OPSD): the verifier has weight 0, and the teacher's prompt has the solution
-  (`teacher.prompt_key`).
+- hint (OPSD): the verifier has weight 0, and the live teacher's prompt has the solution
+  (`teacher.prompt_key`). With 1e-3, a rate that the reward bears, teacher and policy run away
+  together: the row shows it.
 - feedback (SDPO): as before, but the teacher's prompt has what the reward function wrote: a right
   completion of the same group where this one is wrong (`teacher.prompt_template`).
-- hint, frozen: the first model with the solution in its prompt (`teacher.path` is its folder).
 - reward and feedback: both.
-- policy without a hint: the live teacher with an empty hint, which has nothing to teach.
+- hint, frozen: the first model with the solution in its prompt (`teacher.path` is its folder).
+- no hint: the live teacher with the policy's own prompt, which has nothing to teach.
 
-Reward of the first step and of the last ten, the share of rollouts that were taught, and the KL to
-the teacher at the start and at the end. The exit code is 1 if a row does not reach its goal.
+Reward of the first step, of the last ten and at its best, the KL to the teacher and the share of
+rollouts that were taught, at the start and at the end. The exit code is 1 if a row does not reach its
+goal.
 """
 
 from __future__ import annotations
@@ -66,18 +69,19 @@ class Variant:
 
 
 _LIVE = "teacher.path=policy"
-_FEEDBACK = "teacher.prompt_template='{feedback},{prompt}'"
+_FEEDBACK = "teacher.prompt_template={feedback},{prompt}"
+_HINT = "teacher.prompt_key=hint"
 VARIANTS: dict[str, Variant] = {
-    "reward": Variant((), weight=1.0, goal=0.8),
-    "hint (OPSD)": Variant((_LIVE, "teacher.prompt_key=hint"), weight=0.0, goal=0.8),
+    "reward": Variant((), weight=1.0, goal=0.6),
+    "reward, 1e-3": Variant(("optimizer.lr=1e-3",), weight=1.0, goal=0.9),
+    "hint (OPSD)": Variant((_LIVE, _HINT), weight=0.0, goal=0.6),
+    "hint (OPSD), 1e-3": Variant(
+        (_LIVE, _HINT, "optimizer.lr=1e-3"), weight=0.0, goal=0.5, is_bound=True
+    ),
     "feedback (SDPO)": Variant((_LIVE, _FEEDBACK), weight=0.0, goal=0.8),
-    "hint, frozen": Variant(
-        ("teacher.path=MODEL", "teacher.prompt_key=hint"), weight=0.0, goal=0.8
-    ),
     "reward and feedback": Variant((_LIVE, _FEEDBACK), weight=1.0, goal=0.8),
-    "policy without a hint": Variant(
-        (_LIVE, "teacher.prompt_key=empty"), weight=0.0, goal=0.4, is_bound=True
-    ),
+    "hint, frozen": Variant(("teacher.path=MODEL", _HINT), weight=0.0, goal=0.6),
+    "no hint": Variant((_LIVE, "teacher.prompt_key=empty"), weight=0.0, goal=0.4, is_bound=True),
 }
 
 
@@ -144,12 +148,13 @@ def run(folder: Path, name: str) -> Row:
         "teacher": "{}",
         "teacher.loss": "full",
         "rewards": rewards,
+        "optimizer.lr": "2e-4",
         "training.num_steps": str(_NUM_STEPS),
     }
     for override in variant.overrides:
         key, _, value = override.partition("=")
         overrides[key] = value.replace("MODEL", str(folder / "model"))
-    if not variant.overrides:
+    if "teacher.path" not in overrides:
         del overrides["teacher.loss"]
     job = RanksJob(
         1,
@@ -172,6 +177,7 @@ def run(folder: Path, name: str) -> Row:
         "steps": len(lines),
         "first step": rewards_by_step[0],
         "last ten": final,
+        "best": max(rewards_by_step),
         "teacher KL, start": kl[0] if kl else None,
         "teacher KL, end": kl[-1] if kl else None,
         "taught, start": taught[0] if taught else (1.0 if kl else None),

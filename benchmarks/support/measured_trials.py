@@ -90,8 +90,8 @@ def self_teacher(record: Record) -> Iterator[Line]:
 
 
 def self_teacher_table(record: Record) -> Iterator[str]:
-    yield "| taught by | first step | last ten of 40 steps | KL to the teacher, start and end | rollouts taught, start and end |"  # noqa: E501
-    yield "|---|---|---|---|---|"
+    yield "| taught by | first step | last ten of 40 steps | best step | KL to the teacher, start and end | rollouts taught, start and end |"  # noqa: E501
+    yield "|---|---|---|---|---|---|"
     for row in record.run("self_teacher", "run"):
         pairs = [
             "-"
@@ -101,7 +101,7 @@ def self_teacher_table(record: Record) -> Iterator[str]:
         ]
         yield (
             f"| {row['run']} | {row.number('first step'):.2f} | {row.number('last ten'):.2f} | "
-            f"{pairs[0]} | {pairs[1]} |"
+            f"{row.number('best'):.2f} | {pairs[0]} | {pairs[1]} |"
         )
 
 
