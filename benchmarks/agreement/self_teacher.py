@@ -19,8 +19,8 @@ with a learning rate of 2e-4 where it does not say another:
 - no hint: the live teacher with the policy's own prompt, which has nothing to teach.
 
 Reward of the first step, of the last ten and at its best, the KL to the teacher and the share of
-rollouts that were taught, at the start and at the end. The exit code is 1 if a row does not reach its
-goal.
+rollouts that were taught, at the start and at the end. The exit code is 1 if a row does not reach
+its goal.
 """
 
 from __future__ import annotations
