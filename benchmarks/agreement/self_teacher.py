@@ -14,7 +14,7 @@ with a learning rate of 2e-4 where it does not say another:
   together: the row shows it.
 - feedback (SDPO): as before, but the teacher's prompt has what the reward function wrote: a right
   completion of the same group where this one is wrong (`teacher.prompt_template`).
-- reward and feedback: both.
+- reward and feedback: both; also with `teacher.coef` 0.1 at 1e-3, which holds.
 - hint, frozen: the first model with the solution in its prompt (`teacher.path` is its folder).
 - no hint: the live teacher with the policy's own prompt, which has nothing to teach.
 
@@ -80,6 +80,9 @@ VARIANTS: dict[str, Variant] = {
     ),
     "feedback (SDPO)": Variant((_LIVE, _FEEDBACK), weight=0.0, goal=0.8),
     "reward and feedback": Variant((_LIVE, _FEEDBACK), weight=1.0, goal=0.8),
+    "reward and feedback, coef 0.1, 1e-3": Variant(
+        (_LIVE, _FEEDBACK, "teacher.coef=0.1", "optimizer.lr=1e-3"), weight=1.0, goal=0.9
+    ),
     "hint, frozen": Variant(("teacher.path=MODEL", _HINT), weight=0.0, goal=0.6),
     "no hint": Variant((_LIVE, "teacher.prompt_key=empty"), weight=0.0, goal=0.4, is_bound=True),
 }
