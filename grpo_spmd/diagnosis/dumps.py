@@ -1,8 +1,8 @@
 """Causes that a run's dumped rollouts give away: what rewards follow, how completions end, prompts
 that repeat.
 
-Only the first and the newest dumps are read. The folder may be somebody else's: what cannot be read
-is passed over.
+Only the first and the newest dumps are read, and those about the step at which lengths changed. The
+folder may be somebody else's: what cannot be read is passed over.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ class Dumps:
         """The rollouts of the last dumped steps."""
         return self._read(self.run.dumped_steps[-_NUM_NEWEST:])
 
+    def around(self, step: int) -> list[Any]:
+        """Returns the rollouts of the dumped steps that are nearest to a step."""
+        steps = sorted(self.run.dumped_steps, key=lambda dumped_step: abs(dumped_step - step))
+        return self._read(steps[:_NUM_NEWEST])
+
     def _read(self, steps: Sequence[int]) -> list[Any]:
         rollouts: list[Any] = []
         for step in steps:
@@ -73,10 +78,12 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
     if len(tokens) < 6 or tokens.start <= 0:
         return
     ratio = tokens.end / tokens.start
-    if 1 / 1.3 < ratio < 1.3:
+    steps = tokens.moved()
+    if 1 / 1.3 < ratio < 1.3 or steps is None:
         return
+    # At the end all completions may be as long as they can be.
     groups: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for record in dumps.newest:
+    for record in dumps.around(steps.first):
         if record.reward is not None:
             groups[record.position].append((len(record.completion_ids), record.reward))
     correlations = []
@@ -89,7 +96,6 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
         return
     correlation = float(np.mean(correlations))
     if abs(correlation) >= _FOLLOWS and (correlation > 0) == (ratio > 1):
-        steps = tokens.moved()
         yield Finding(
             "warning",
             "the reward follows the length",
@@ -97,9 +103,9 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
             f"went from {tokens.start:.0f} to {tokens.end:.0f} tokens: length is what is learned. "
             "Bound it in the reward, or advantage.overlong_penalty; loss.aggregation=constant "
             "favours no length.",
-            step=steps.first if steps is not None else None,
+            step=steps.first,
             metric=tokens.key,
-            explains=(tokens.key, "completion/truncated_frac"),
+            explains=(tokens.key, "completion/truncated_frac", "reward/zero_std_groups_frac"),
         )
 
 

@@ -464,6 +464,24 @@ def test_a_reward_that_follows_the_length(tmp_path: Path) -> None:
     assert "the reward follows the length" not in titles
 
 
+def test_a_length_that_pays_is_seen_when_all_are_as_long_as_they_can_be(tmp_path: Path) -> None:
+    """Lengths double at step 20; the dump of that step has both, the last one long ones alone."""
+    lines = healthy(NUM_STEPS)
+    for line in lines[19:]:
+        line |= {"completion/tokens_mean": 2000.0, "reward/zero_std_groups_frac": 1.0}
+    make_run(tmp_path, lines, config=CONFIG)
+    for step, growth in ((20, 7), (NUM_STEPS, 0)):
+        rollouts = [
+            record(step, position, sample, "x" * (10 + growth * sample), reward=0.1 * sample)
+            for position in range(12)
+            for sample in range(4)
+        ]
+        dump(tmp_path, step, rollouts)
+    findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
+    assert findings["the reward follows the length"].step == 20
+    assert "groups are alike" not in findings
+
+
 def test_a_token_that_ends_turns_and_no_completion(tmp_path: Path) -> None:
     make_run(
         tmp_path,
