@@ -59,7 +59,7 @@ ROOM_TOKENS = {
     "episodes": 25_000,
     "rollout": 9_800,
     "checkpoint": 9_900,
-    "diagnosis": 11_150,
+    "diagnosis": 11_200,
     "checks": 18_400,
     "signals": 14_750,
     "parts": 3_830,
