@@ -32,7 +32,7 @@ from benchmarks.support.record import (
 
 T = TypeVar("T")
 ROOT = Path(__file__).resolve().parents[1]
-PAPERS = "benchmarks/README.md", "configs/README.md"
+PAPERS = "benchmarks/README.md", "configs/README.md", "configs/ALGORITHMS.md"
 _MARKS = re.compile(
     r"(?<=^<!-- rows: begin )(\w+) -->\n(.*?)(?=^<!-- rows: end -->$)", re.MULTILINE | re.DOTALL
 )
@@ -57,6 +57,8 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "signals": measured_speed.signals,
     "learning": measured_trials.learning,
     "trl_loss": measured_trials.trl_loss,
+    "trl_episodes": measured_trials.trl_episodes,
+    "self_teacher": measured_trials.self_teacher,
     "families": measured_trials.families,
     "trained_weights": measured_trials.trained_weights,
     "router_replay": measured_trials.router_replay,
@@ -99,6 +101,7 @@ def table(record: Record) -> Iterator[str]:
 BLOCKS: dict[str, Callable[[Record], Iterator[str]]] = {
     "measured": table,
     "families": measured_trials.families_table,
+    "self_teacher": measured_trials.self_teacher_table,
     "trained_weights": measured_trials.trained_weights_table,
     "plan": measured_trials.plan_table,
     "predictions": measured_trials.predictions_table,

@@ -32,10 +32,10 @@ from grpo_spmd.data.prompts import PromptStream, TailStream
 from grpo_spmd.data.tokens import build_prompts
 from grpo_spmd.diagnosis.findings import summary_lines
 from grpo_spmd.diagnosis.run import read_run
-from grpo_spmd.distributed import doctor
+from grpo_spmd.distributed import doctor, interrupt
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.exit import bounded_teardown
-from grpo_spmd.distributed.preemption import Preemption
+from grpo_spmd.distributed.preemption import Preempted, Preemption
 from grpo_spmd.distributed.session import (
     Session,
     end_session,
@@ -489,6 +489,7 @@ def evaluate_alone(
             f"model.path: {config.model.path} is not the model that {checkpoint} was trained from; "
             "name that one with model.path=FOLDER"
         )
+    interrupt.quit_evaluation(config.run_dir)
     Path(config.run_dir, "logs").mkdir()
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     held_out = build_held_out(config, inputs, tokenizer)
@@ -507,10 +508,15 @@ def evaluate_alone(
     weight_sync = WeightSync(sampling.policy, sampling.engine, bucket_bytes)
     set_collective_timeouts(config.watchdog)
     preemption.begin_step()
+    # There is nothing to save.
+    interrupt.quit_evaluation(config.run_dir)
     doctor.enter_phase("weight_sync", step + 1)
     weight_sync.sync(step + 1)
     doctor.enter_phase("eval", step + 1)
-    metrics = sampling.open_evaluator(config, held_out).evaluate(step)
+    try:
+        metrics = sampling.open_evaluator(config, held_out).evaluate(step)
+    except Preempted as preempted:
+        raise KeyboardInterrupt(str(preempted)) from None
     sampling.close()
     return {"step": step, **metrics}
 

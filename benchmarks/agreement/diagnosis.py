@@ -61,7 +61,7 @@ def one_text(prompts, completions, **columns):
     return [float(text == "1+1") + text.count("1") / 8 for text in completions]
 
 def absent(prompts, completions, **columns):
-    return [None if len(text) % 2 else 1.0 for text in completions]
+    return [None if text[:1] in "13579" else 1.0 for text in completions]
 
 def slow(prompts, completions, **columns):
     time.sleep(0.1)
@@ -87,6 +87,36 @@ class FailingRoom(Stockroom):
         if item in "abcd":
             raise ConnectionError("the stock's database is down")
         return super().count(item)
+
+class SlowRoom(Stockroom):
+    def count(self, item: str) -> int:
+        """
+        Count one item.
+
+        Args:
+            item: The item's letter.
+        """
+        time.sleep(0.5)
+        return super().count(item)
+
+class LeakingRoom(Stockroom):
+    kept = []
+
+    def count(self, item: str) -> int:
+        """
+        Count one item.
+
+        Args:
+            item: The item's letter.
+        """
+        self.kept.append(b"x" * 300_000)
+        return super().count(item)
+
+kept = []
+
+def leaking(prompts, completions, **columns):
+    kept.append(b"x" * 2_000_000)
+    return [float("*" in text) for text in completions]
 
 def hanging(prompts, completions, **columns):
     if completions[0].startswith("9"):
@@ -165,14 +195,14 @@ def _ask_tools(folder: Path, demo: Path) -> Sequence[str]:
     return [f"model.path={tools / 'model'}", f"data.train={tools / 'train.jsonl'}"]
 
 
-def _room(name: str) -> Case:
+def _room(name: str, *overrides: str, num_steps: int = 8) -> Case:
     """Returns a run of the tools demo in a room of that class."""
     reward = "rewards=[{function: 'REWARDS:right_counts'}]"
     per_step = "rollout.num_prompts_per_step=16"
     return Case(
-        (f"environment.factory=REWARDS:{name}", reward, per_step),
+        (f"environment.factory=REWARDS:{name}", reward, per_step, *overrides),
         config="demo-tools",
-        num_steps=8,
+        num_steps=num_steps,
         prepare=_ask_tools,
     )
 
@@ -182,6 +212,13 @@ def _with_plus_signs(weight: float) -> str:
     return f"rewards=[{countdown}, {{function: 'REWARDS:plus_signs'}}]"
 
 
+# What is true of a policy that has found a way to its reward, beside the reason why.
+_COLLAPSE = (
+    "completions are cut off",
+    "groups are alike",
+    "the entropy",
+    "all completions are one text",
+)
 CASES: dict[str, Case] = {
     "learning rate 0.1": Case(("optimizer.lr=0.1",), "the learning rate is too high"),
     "learning rate 0.03": Case(("optimizer.lr=0.03",), "the learning rate is too high"),
@@ -191,20 +228,20 @@ CASES: dict[str, Case] = {
     "a second reward pays more": Case(
         (_with_plus_signs(0.2),),
         "countdown falls while the reward rises",
-        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        allowed=(*_COLLAPSE, "lengths explode"),
         num_steps=30,
     ),
     "a watched reward falls": Case(
         (_with_plus_signs(0.0),),
         "countdown falls while the reward rises",
-        allowed=("completions are cut off", "groups are alike", "the entropy", "lengths explode"),
+        allowed=(*_COLLAPSE, "lengths explode"),
         num_steps=30,
     ),
     "length is paid": Case(
         (*_reward("long"), "rollout.max_completion_tokens=16"),
         "the reward follows the length",
         allowed=("completions are cut off", "lengths explode", "the entropy"),
-        num_steps=14,
+        num_steps=30,
     ),
     "one text is paid": Case(
         _reward("one_text"),
@@ -259,7 +296,29 @@ CASES: dict[str, Case] = {
         _room("FailingRoom"),
         cause="tool calls fail",
         evidence="the stock's database is down",
-        allowed=("groups are alike", "the reward never differs"),
+        allowed=("groups are alike", "the reward never differs", "completions are cut off"),
+    ),
+    "a slow tool, few workers": replace(
+        _room("SlowRoom", "environment.num_workers=8"),
+        cause="the environment or a tool is slow",
+        evidence="Its 8 workers a rank are busy",
+    ),
+    "a slow tool, a worker for each episode": replace(
+        _room("SlowRoom", "environment.num_workers=32", "rollout.num_prompts_per_step=4"),
+        cause="the environment or a tool is slow",
+        allowed=("groups are alike",),
+    ),
+    "a reward that keeps memory": Case(
+        _reward("leaking"),
+        "memory grows",
+        num_steps=26,
+        allowed=("groups are alike", "the "),
+        evidence="A reward function, a tool or an environment keeps",
+    ),
+    "a tool that keeps memory": replace(
+        _room("LeakingRoom", num_steps=26),
+        cause="memory grows",
+        evidence="A reward function, a tool or an environment keeps",
     ),
     "rewards that are None": Case(
         _reward("absent"), "completions have no reward", allowed=("groups are alike", "the ")
@@ -304,7 +363,7 @@ CASES: dict[str, Case] = {
     "healthy: a low rate": Case(("optimizer.lr=1e-5",), num_steps=20),
     "healthy: PPO": Case((), config="demo-ppo", num_steps=40, prepare=_make_critic),
     "healthy: tail batching": Case(("rollout.tail_batching=1.5",), num_steps=20),
-    "healthy: tools": replace(_room("Stockroom"), num_steps=20),
+    "healthy: tools": _room("Stockroom", num_steps=20),
     "healthy: entropy bonus": Case(("loss.entropy_coef=0.001",), num_steps=20),
     "healthy: few steps": Case((), num_steps=3),
 }

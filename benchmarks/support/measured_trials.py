@@ -64,6 +64,47 @@ def trl_loss(record: Record) -> Iterator[Line]:
         yield Line(f"losses and gradients beside TRL {rows[0]['TRL version']}'s", figures, rows)
 
 
+def trl_episodes(record: Record) -> Iterator[Line]:
+    rows = record.run("trl_episodes", "fact")
+    if rows:
+        figures = ", ".join(
+            f"{row['fact']} {row.number('differ'):.0f} (off by {figure(row.number('off by'))})"
+            for row in rows
+        )
+        yield Line(
+            f"{rows[0].number('episodes'):.0f} episodes of {rows[0].number('turns'):.1f} turns "
+            f"beside TRL {rows[0]['TRL version']}'s environments: how many differ",
+            figures,
+            rows,
+        )
+
+
+def self_teacher(record: Record) -> Iterator[Line]:
+    rows = record.run("self_teacher", "run")
+    if rows:
+        figures = "; ".join(
+            f"{row['run']}: {row.number('first step'):.2f} to {row.number('last ten'):.2f}"
+            for row in rows
+        )
+        yield Line("the policy as its own live teacher: reward in 40 steps", figures, rows)
+
+
+def self_teacher_table(record: Record) -> Iterator[str]:
+    yield "| taught by | first step | last ten of 40 steps | best step | KL to the teacher, start and end | rollouts taught, start and end |"  # noqa: E501
+    yield "|---|---|---|---|---|---|"
+    for row in record.run("self_teacher", "run"):
+        pairs = [
+            "-"
+            if row[f"{name}, start"] is None
+            else f"{row.number(f'{name}, start'):.2g}, {row.number(f'{name}, end'):.2g}"
+            for name in ("teacher KL", "taught")
+        ]
+        yield (
+            f"| {row['run']} | {row.number('first step'):.2f} | {row.number('last ten'):.2f} | "
+            f"{row.number('best'):.2f} | {pairs[0]} | {pairs[1]} |"
+        )
+
+
 def families(record: Record) -> Iterator[Line]:
     for ranks in sorted({_ranks(row) for row in record.all("families")}):
         by_outcome = _families(record, ranks)

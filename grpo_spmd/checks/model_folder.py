@@ -306,9 +306,11 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     max_tokens, positions = config.max_rollout_tokens, model.get("max_position_embeddings")
     # Beyond its positions a model raises no error, but gives nonsense.
     if isinstance(positions, int) and max_tokens > positions:
-        prompt, completion = config.data.max_prompt_tokens, config.rollout.max_completion_tokens
+        prompt = config.data.max_prompt_tokens
+        has_limit = config.environment.is_on and config.environment.max_tokens
+        key = "environment.max_tokens" if has_limit else "rollout.max_completion_tokens"
         raise ConfigError(
-            f"data.max_prompt_tokens ({prompt}) + rollout.max_completion_tokens ({completion}) "
+            f"data.max_prompt_tokens ({prompt}) + {key} ({max_tokens - prompt}) "
             f"= {max_tokens}, but the model has {positions} positions; lower one of them"
         )
     size, heads = config.rollout.engine_ranks, model.get("num_attention_heads")

@@ -135,7 +135,8 @@ def _check_teacher_template(config: Config, columns: set[str]) -> None:
     if missing:
         raise ConfigError(
             f"teacher.prompt_template names {', '.join(sorted(missing))}, which is no column of "
-            "the data, and no reward function writes it: log_extra(name, one text a completion)"
+            "the data, and no reward function writes it: log_extra(name, one text a completion); "
+            "{prompt} is the policy's own prompt"
         )
 
 

@@ -155,8 +155,10 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
     if CONTROL.search(override):
         rule = 'holds a control character; write it as YAML does, as in "a\\nb"'
         raise ConfigError(f"{name}: the value {text!r} {rule}")
+    # A template is text, though YAML reads "{question}" as a mapping.
+    is_template = name.endswith("prompt_template") and text.startswith("{")
     try:
-        value = yaml.load(text, Loader=StrictLoader)
+        value = text if is_template else yaml.load(text, Loader=StrictLoader)
     except YAML_ERRORS as error:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML: {problem}") from None

@@ -714,7 +714,7 @@ class Config:
     rollout: RolloutConfig = RolloutConfig()
     rewards: tuple[RewardConfig, ...]
     """one or more rewards; a completion's reward is their weighted sum; [] if a teacher alone
-    teaches"""
+    teaches, or an environment alone rewards"""
     reward_pool: RewardPoolConfig = RewardPoolConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     teacher: TeacherConfig = TeacherConfig()

@@ -18,10 +18,13 @@ from grpo_spmd.diagnosis.symptoms import fallen_rewards, reward_spread, setting
 # What a leap of the policy changes at once: a metric, and the ratio or the difference that counts.
 _LEAPS_BY_RATIO = {"loss/entropy": 2.0, "completion/tokens_mean": 2.0, "optim/grad_norm": 10.0}
 _LEAPS_BY_RISE = {"completion/truncated_frac": 0.3, "reward/zero_std_groups_frac": 0.3}
+_MAX_LR = 1e-3  # of AdamW on tiny models; large ones, and LoRA, train at less
+_MIN_STEPS_AFTER = 4  # the first update
 _MIN_STEPS_TO_LEARN = 20
 _ALIKE_FRAC = 0.999
 _SLOW_FRAC = 0.4  # of a step's time
 _SLOW_CALL_FRAC = 0.5  # of the time that a step samples
+_MIN_SAMPLING_S = 1.0  # a step that samples for less is a tiny model's
 # Only a step away from the sampling policy is clipped, so about half of the tokens at the most.
 _CLIPPED_FRAC = 0.3
 _TEACHES_NAT = 1e-5  # a KL below it is rounding
@@ -37,12 +40,13 @@ def _judge_learning_rate(run: RecordedRun, symptoms: Sequence[Finding]) -> Itera
         return
     # The metrics of the step with the first update were sampled before it.
     begin = int(update_steps[0]) + 1
-    num_after = max(4, len(run.steps) // 10)
+    num_after = max(_MIN_STEPS_AFTER, len(run.steps) // 10)
 
     def levels(metric: str) -> tuple[float, float]:
         curve = metric_curve(run.steps, metric)
         late_values = curve.values[curve.steps >= begin][:num_after]
-        if not len(late_values):
+        # A few completions of a few steps prove nothing.
+        if len(late_values) < _MIN_STEPS_AFTER:
             return math.nan, math.nan
         return float(np.mean(curve.values[curve.steps < begin])), float(np.median(late_values))
 
@@ -64,8 +68,8 @@ def _judge_learning_rate(run: RecordedRun, symptoms: Sequence[Finding]) -> Itera
         yield Finding(
             "bad",
             "the learning rate is too high",
-            f"The first updates changed {changes}: try optimizer.lr={lr / 10:g} (it is {lr:g}), or "
-            "optimizer.warmup_steps.",
+            f"The first updates changed {changes}: try optimizer.lr={min(lr / 10, _MAX_LR):g} "
+            f"(it is {lr:g}), or optimizer.warmup_steps.",
             step=begin,
             metric="reward/mean",
             explains=("reward/mean", "optim/skipped_updates", *_LEAPS_BY_RATIO, *_LEAPS_BY_RISE),
@@ -215,17 +219,36 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
             "or a faster disk for run_dir.",
             metric="time/checkpoint_s",
         )
-    # A quick call is no bottleneck, however much of a tiny model's step it takes.
+    sampling_s = metric_curve(run.steps, "time/rollout_s").end
     call_s = metric_curve(run.steps, "environment/call_s_p95")
-    turns = metric_curve(run.steps, "episode/turns_mean").end
-    waiting_frac = call_s.end * max(1.0, turns - 1) / metric_curve(run.steps, "time/rollout_s").end
-    if len(call_s) >= 3 and waiting_frac >= _SLOW_CALL_FRAC and call_s.end >= 0.2:
+    # A quick call is no bottleneck, however much of a tiny model's step it takes.
+    if len(call_s) < 3 or sampling_s < _MIN_SAMPLING_S:
+        return
+    num_workers = setting(run, "environment.num_workers", 16)
+    calls_s = metric_curve(run.steps, "environment/calls_s_per_rank").end
+    busy_frac = calls_s / num_workers / sampling_s
+    # An agent's one call is its whole episode.
+    has_agent = run.config.get("environment.agent") is not None
+    turns = 2.0 if has_agent else metric_curve(run.steps, "episode/turns_mean").end
+    waiting_frac = call_s.end * max(1.0, turns - 1) / sampling_s
+    slowest = f"The slowest twentieth of its calls takes {call_s.end:.3g} s or more"
+    text = ""
+    if busy_frac >= _SLOW_CALL_FRAC:
+        text = (
+            f"Its {num_workers:.0f} workers a rank are busy for {busy_frac:.0%} of the time that a "
+            f"step samples, and episodes wait for a free one. {slowest}. More "
+            "environment.num_workers, or quicker calls."
+        )
+    elif waiting_frac >= _SLOW_CALL_FRAC and call_s.end >= 0.2:
+        text = (
+            f"{slowest}, and an episode waits for {min(waiting_frac, 1):.0%} of the time that a "
+            "step samples. Quicker calls, or a lower environment.call_timeout_s."
+        )
+    if text:
         yield Finding(
             "warning",
             "the environment or a tool is slow",
-            f"The slowest twentieth of its calls takes {call_s.end:.3g} s or more, with "
-            f"{turns:.1f} turns an episode: {min(waiting_frac, 1):.0%} of the time that a step "
-            "samples. environment.num_workers, or a lower environment.call_timeout_s.",
+            text,
             step=int(call_s.steps[0]),
             metric=call_s.key,
             explains=("rollout/tail_waste_frac",),

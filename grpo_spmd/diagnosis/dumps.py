@@ -1,8 +1,8 @@
 """Causes that a run's dumped rollouts give away: what rewards follow, how completions end, prompts
 that repeat.
 
-Only the first and the newest dumps are read. The folder may be somebody else's: what cannot be read
-is passed over.
+Only the first and the newest dumps are read, and those about the step at which lengths changed. The
+folder may be somebody else's: what cannot be read is passed over.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _FIELDS = (
     "position",
     "sample",
     "prompt",
+    "columns",
     "completion",
     "reward",
     "completion_ids",
@@ -56,6 +57,11 @@ class Dumps:
         """The rollouts of the last dumped steps."""
         return self._read(self.run.dumped_steps[-_NUM_NEWEST:])
 
+    def around(self, step: int) -> list[Any]:
+        """Returns the rollouts of the dumped steps that are nearest to a step."""
+        steps = sorted(self.run.dumped_steps, key=lambda dumped_step: abs(dumped_step - step))
+        return self._read(steps[:_NUM_NEWEST])
+
     def _read(self, steps: Sequence[int]) -> list[Any]:
         rollouts: list[Any] = []
         for step in steps:
@@ -72,10 +78,12 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
     if len(tokens) < 6 or tokens.start <= 0:
         return
     ratio = tokens.end / tokens.start
-    if 1 / 1.3 < ratio < 1.3:
+    steps = tokens.moved()
+    if 1 / 1.3 < ratio < 1.3 or steps is None:
         return
+    # At the end all completions may be as long as they can be.
     groups: dict[int, list[tuple[int, float]]] = defaultdict(list)
-    for record in dumps.newest:
+    for record in dumps.around(steps.first):
         if record.reward is not None:
             groups[record.position].append((len(record.completion_ids), record.reward))
     correlations = []
@@ -88,7 +96,6 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
         return
     correlation = float(np.mean(correlations))
     if abs(correlation) >= _FOLLOWS and (correlation > 0) == (ratio > 1):
-        steps = tokens.moved()
         yield Finding(
             "warning",
             "the reward follows the length",
@@ -96,9 +103,9 @@ def _judge_length_reward(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
             f"went from {tokens.start:.0f} to {tokens.end:.0f} tokens: length is what is learned. "
             "Bound it in the reward, or advantage.overlong_penalty; loss.aggregation=constant "
             "favours no length.",
-            step=steps.first if steps is not None else None,
+            step=steps.first,
             metric=tokens.key,
-            explains=(tokens.key,),
+            explains=(tokens.key, "completion/truncated_frac", "reward/zero_std_groups_frac"),
         )
 
 
@@ -117,12 +124,17 @@ def _judge_end_of_turn(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
             yield Finding(
                 "bad",
                 f"{names[token]!r:.40} does not end a completion",
-                f"{count / len(truncated):.0%} of the completions of the first dumped step contain "
+                f"{count / len(truncated):.0%} of the completions recorded at the start contain "
                 "it and go on to rollout.max_completion_tokens, so it is no stop token: add it to "
                 "eos_token_id in the model's generation_config.json.",
-                step=run.dumped_steps[0],
+                step=int(cut.steps[0]),
                 metric=cut.key,
-                explains=(cut.key, "completion/tokens_mean"),
+                explains=(
+                    cut.key,
+                    "completion/tokens_mean",
+                    "reward/zero_std_groups_frac",
+                    "reward/std",
+                ),
             )
 
 
@@ -139,15 +151,18 @@ def _special_tokens(run: RecordedRun) -> dict[int, str]:
 
 
 def _judge_repeated_prompts(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]:
-    """Yields data in which several rows have the same prompt."""
-    prompts = {record.row: str(record.prompt) for record in dumps.initial + dumps.newest}
+    """Yields data in which several rows have the same prompt and columns."""
+    # An environment's rows may differ in other columns alone.
+    prompts = {
+        record.row: str((record.prompt, record.columns)) for record in dumps.initial + dumps.newest
+    }
     num_copies = len(prompts) - len({*prompts.values()})
     if len(prompts) >= _MIN_GROUPS and num_copies >= 0.2 * len(prompts):
         yield Finding(
             "warning",
             "the data repeats itself",
-            f"Of {len(prompts)} rows in the dumps {num_copies} have a prompt that another row has "
-            "too: such prompts count several times in every epoch. Remove copies from data.train.",
+            f"Of {len(prompts)} recorded rows {num_copies} are copies of another one: such prompts "
+            "count several times in every epoch. Remove copies from data.train.",
             step=run.dumped_steps[0],
         )
 

@@ -38,16 +38,18 @@ def list_findings(run: RecordedRun) -> list[Finding]:
                 f"{len(run.steps)} steps: {_list_sources(run)} show no trouble.",
             )
         )
-    return sorted(findings, key=lambda finding: LEVELS.index(finding.level))
+    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    # Praise has no place beside trouble.
+    worst = findings[0].level if findings else "ok"
+    return [finding for finding in findings if worst == "ok" or finding.level != "ok"]
 
 
 def summary_lines(run: RecordedRun, max_findings: int = 3) -> list[str]:
     """Returns a line for each of the worst findings, for the end of a run's console."""
     lines: list[str] = []
     for finding in list_findings(run)[:max_findings]:
-        suffix = f" (from step {finding.step})" if finding.step is not None else ""
         if finding.level != "ok" or not lines:
-            lines.append(f"{finding.title}{suffix}: {finding.text}")
+            lines.append(f"{finding.title}{finding.suffix}: {finding.text}")
     return lines
 
 
@@ -74,7 +76,7 @@ def _list_causes(run: RecordedRun, symptoms: Sequence[Finding]) -> list[Finding]
 
 def _explain(findings: Sequence[Finding]) -> list[Finding]:
     """Returns the findings; one that an earlier one explains is told in the text of that one."""
-    explanations: list[Finding] = []
+    explanations: dict[Finding, Finding] = {}
     explained: set[Finding] = set()
     for cause in findings:
         if cause in explained:
@@ -85,13 +87,15 @@ def _explain(findings: Sequence[Finding]) -> list[Finding]:
             # A cause does not explain what began before it.
             if effect is not cause
             and effect.metric in cause.explains
-            and (effect.step or 0) >= (cause.step or 0)
+            and (effect.step is None or effect.step >= (cause.step or 0))
         ]
         explained.update(effects)
-        titles = ", ".join(f"{effect.title} (step {effect.step})" for effect in effects)
-        text = f"{cause.text} With it: {titles}." if effects else cause.text
-        explanations.append(replace(cause, text=text))
-    return explanations
+        titles = ", ".join(effect.title + effect.suffix for effect in effects)
+        text = f"{cause.text} This also explains: {titles}." if effects else cause.text
+        # A cause is as grave as its gravest effect.
+        level = min((cause.level, *(effect.level for effect in effects)), key=LEVELS.index)
+        explanations[cause] = replace(cause, text=text, level=level)
+    return [explanations[finding] for finding in findings if finding not in explained]
 
 
 def _list_sources(run: RecordedRun) -> str:

@@ -79,7 +79,6 @@ def _judge_rewards(lines: list[Timeline]) -> Iterator[Finding]:
             "steps wait for rewards",
             f"Rewards take {sum(reward_s) / total_s:.0%} of the last {len(lines)} steps: more "
             "reward_pool.num_workers for functions; max_concurrent, or a faster host, for servers.",
-            step=lines[0].step,
             metric="time/reward_s",
         )
 

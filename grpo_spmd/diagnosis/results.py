@@ -22,6 +22,11 @@ class Finding:
     explains: tuple[str, ...] = ()
     """A cause names the metrics whose findings are its symptoms; these are told with it alone."""
 
+    @property
+    def suffix(self) -> str:
+        """Where it began, to stand behind the title."""
+        return f" (from step {self.step})" if self.step is not None else ""
+
 
 @dataclass(frozen=True)
 class Check:

@@ -35,8 +35,14 @@ _NUM_BEFORE_SPIKE = 20
 _MIN_BEFORE_SPIKE = 5
 _MAX_REASON_CHARS = 300
 _FAILED_TOOLS_FRAC = 0.2  # of calls: a policy tries out arguments that tools refuse
+_RETRIED_FRAC = 0.2  # of completions: so many retries take time
+_MOST_TOOLS_FRAC = 0.5  # the policy cannot learn to use such tools
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
 _MIN_GROWTH_GIB = 0.25  # in the second half of a run
+_MEMORY_CAUSES = {
+    "memory/host/workers_gib": " A reward function, a tool or an environment keeps what it should "
+    "drop, in a list, a cache or a connection that outlives the call."
+}
 # With these a policy or a critic learns from groups whose rewards are alike, too.
 _OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
 _MISMATCH_MEAN = "weight_sync/mismatch_abs_mean"
@@ -140,7 +146,7 @@ _PROOFS = (
         "them",
     ),
     Proof(
-        "partition of tokens",
+        "tokens trained on",
         "step",
         r"trained on \d+ tokens where rank 0 had decided",
         "each token that rank 0 counted was trained on once, on whichever rank",
@@ -247,7 +253,7 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
             is_changed = max(early, late) > 1.5 * min(early, late)
             if is_changed and max(abs(early), abs(late)) > 1e-9:
                 changes.append(f"{key} {early:.3g} -> {late:.3g}")
-    return f" With it changed {', '.join(changes)}." if changes else ""
+    return f" At the same time changed {', '.join(changes)}." if changes else ""
 
 
 def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
@@ -256,7 +262,7 @@ def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
     failed_steps = curve.steps[curve.values >= _FAILED_TOOLS_FRAC]
     if len(failed_steps):
         yield Finding(
-            "warning",
+            _level(curve.end, 0.0, _MOST_TOOLS_FRAC),
             "tool calls fail",
             f"{curve.values.max():.0%} of a step's calls raise at the most, and the policy is "
             "given the error in place of a result; the traceback is in logs/environments_rank_N.log"
@@ -297,6 +303,11 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
                 peak = curve.values.max()
                 is_watched = subject in watched
                 end = "it is only watched" if is_watched else f"at {bound:.0%} the run stops"
+                # A call that hangs is waited for, and one that fails is made again.
+                effects = ("time/reward_s",) if kind == "timeout" or peak >= _RETRIED_FRAC else ()
+                if kind == "timeout":
+                    end += "; more workers do not end a call that hangs, so look at what it waits "
+                    end += "for, or set a lower timeout_s"
                 yield Finding(
                     "warning" if is_watched else _level(peak, 0.0, _NEAR_BOUND * bound),
                     f"{subject} {verb}",
@@ -305,6 +316,7 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
                     + _logged_reason(run, rf"{subject.replace(' ', ' .')}.: .*; first: (.+)"),
                     step=int(failed_steps[0]),
                     metric=curve.key,
+                    explains=effects,
                 )
         # Errors and timeouts together are what the run compares with its bound.
         fracs = [
@@ -479,7 +491,7 @@ def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
     # Memory that stays in use, not peaks, which follow the lengths. The first half of a run takes
     # what it needs once, so a leak must still grow in the second half.
     half = run.steps[len(run.steps) // 2 :]
-    for key in matching_metrics(half, r"(memory/(?:sleep/left|\w+/allocated)_gib)"):
+    for key in matching_metrics(half, r"(memory/(?:sleep/left|host/workers|\w+/allocated)_gib)"):
         curve = metric_curve(half, key)
         growth = curve.end - curve.start
         if len(curve) >= 10 and growth >= max(_MIN_GROWTH_GIB, 0.05 * abs(curve.start)):
@@ -492,7 +504,7 @@ def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
             "warning",
             "memory grows",
             f"{curve.key}: {curve.start:.2f} GiB half way, {curve.end:.2f} now, "
-            f"{rate:.2g} GiB in 1,000 steps.",
+            f"{rate:.2g} GiB in 1,000 steps.{_MEMORY_CAUSES.get(curve.key, '')}",
             step=steps.first if steps is not None else int(curve.steps[0]),
             metric=curve.key,
         )
@@ -551,8 +563,9 @@ def has_learned(run: RecordedRun) -> bool:
     something else.
     """
     reward = metric_curve(run.steps, "reward/mean")
-    spread = metric_curve(run.steps, "reward/std").start
-    has_risen = reward.end - reward.start >= 0.5 * spread > 0
+    # The first step's: a run may learn within the few steps that make up the level at the start.
+    spread = metric_curve(run.steps, "reward/std").values[:1].sum()
+    has_risen = reward.end - reward.values[:1].sum() >= 0.5 * spread > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
     is_cut_off = metric_curve(run.steps, "completion/truncated_frac").end >= 0.5
     return has_risen and is_best and not is_cut_off and not fallen_rewards(run)

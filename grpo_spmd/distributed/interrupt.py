@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -103,6 +104,16 @@ def print_notice(text: str) -> None:
 def quit_before_training(_: int) -> None:
     """Ends this process with code 1: the handler of Ctrl-C until training begins."""
     _quit(f"stopped by Ctrl-C before the first step; {_newest_checkpoint()}")
+
+
+def quit_evaluation(scratch: str) -> None:
+    """From now on a press ends this process, an evaluation whose folder of files is `scratch`."""
+
+    def answer(_: int) -> None:
+        shutil.rmtree(scratch, ignore_errors=True)
+        _quit("stopped by Ctrl-C; the evaluation has no figures")
+
+    _set_handler(answer)
 
 
 def _quit(text: str) -> NoReturn:

@@ -205,10 +205,11 @@ class _Rank0Step:
                     "that there is nothing to train on; ask for turns at the base_url that "
                     "rollout() is given"
                 )
-            raise RewardError(
+            raise RewardError.about(
+                [*self._counts.first_errors, None][0],
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
-                "grpo_spmd.rewards for what these mean"
+                "grpo_spmd.rewards for what these mean",
             )
         # The first in the prompt stream; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
@@ -291,7 +292,9 @@ class _Rank0Step:
         for number, name in enumerate(self._reward_names):
             metrics |= reward_metrics(name, rows["by_name"][:, number])
         metrics |= self._error_rates
-        metrics |= episode_metrics(rows, self._counts.calls_s, self._counts.tools)
+        metrics |= episode_metrics(
+            rows, self._counts.calls_s, self._counts.tools, num_ranks=self._rules.num_ranks
+        )
         if self._rules.rollout.dynamic_sampling:
             num_alike = int(is_alike.sum())
             num_missing = self._rules.rollout.num_prompts_per_step - num_used
@@ -386,7 +389,7 @@ def check_environment_errors(
 
 
 def episode_metrics(
-    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int]
+    rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int], *, num_ranks: int
 ) -> dict[str, float | None]:
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
 
@@ -408,6 +411,7 @@ def episode_metrics(
         num_calls = tools["calls"]
         metrics["environment/tool_calls_mean"] = num_calls / tools["episodes"]
         metrics["environment/tool_error_frac"] = tools["errors"] / num_calls if num_calls else None
+    metrics["environment/calls_s_per_rank"] = math.fsum(calls_s) / num_ranks
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 

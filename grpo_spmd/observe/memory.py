@@ -102,6 +102,22 @@ def total_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def children_bytes(pid: int | str = "self") -> int:
+    """Returns the memory (RssAnon) of all processes that a process has started, and these in turn.
+
+    For a rank they are the workers of rewards and environments. 0 where the kernel has no lists of
+    children (CONFIG_PROC_CHILDREN).
+    """
+    total = 0
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        # A process may end at any moment.
+        with suppress(OSError):
+            for child in path.read_text().split():
+                total += _read_proc_bytes(f"/proc/{child}/status").get("RssAnon", 0)
+                total += children_bytes(child)
+    return total
+
+
 def _read_proc_bytes(path: str) -> dict[str, int]:
     """Returns the sizes in a file of /proc by name, in bytes."""
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
@@ -230,6 +246,7 @@ class PhaseTimer:
         return {
             "time/step_s": time.perf_counter() - self._step_start,
             **{f"time/{name}_s": self._seconds.get(name, 0.0) for name in PHASES},
+            "memory/host/workers_gib": children_bytes() / _GIB,
             **self._memory.metrics(),
         }
 

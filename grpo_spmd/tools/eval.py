@@ -70,10 +70,11 @@ def main() -> None:
         inputs = check_inputs(config, num_ranks=number_of_ranks(), to_run=False, sources=sources)
     except (ConfigError, CheckpointError) as error:
         refuse(ConfigError(str(error)))
-    with torch_process(), tempfile.TemporaryDirectory(prefix="grpo_spmd_eval_") as scratch:
+    with torch_process():
         from grpo_spmd.parts import evaluate_alone
 
-        metrics = evaluate_alone(replace(config, run_dir=scratch), inputs, checkpoint, trainer)
+        with tempfile.TemporaryDirectory(prefix="grpo_spmd_eval_") as scratch:
+            metrics = evaluate_alone(replace(config, run_dir=scratch), inputs, checkpoint, trainer)
         if os.environ.get("RANK", "0") == "0":
             for name, value in metrics.items():
                 show(f"{name:40}  {'unknown' if value is None else format(value, '.6g')}")

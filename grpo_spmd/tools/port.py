@@ -178,6 +178,8 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
     for key in required.keys() - entries.keys():
         entries[key] = Entry(required[key], "set it", frozenset())
         notes.setdefault(key, f"{_DECIDED}: the script does not say: set it")
+    if any(file in str(entry.value) for entry in entries.values()):
+        notes[file] = f"{_BY_HAND}: copy functions, tools and environments there, with imports"
     if script.trainer == "TRL" and "ranks" not in script.defaults | options:
         notes["ranks"] = f"{_DECIDED}: 1 GPU, as the script does not say: --ranks N"
     return Port(entries, notes)
@@ -223,6 +225,7 @@ def _leave_out_refused(
             key = min(named, key=text.index)
             settings = entries.pop(key).settings
             title = _BY_HAND if settings else _DECIDED
+            text = text.partition("; did you mean")[0].replace(" must be ", " can only be ")
             for name in settings or {key}:
                 notes.setdefault(name, f"{title}: {text}")
 

@@ -158,3 +158,38 @@ def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Pat
     ]
     assert job.survivors() == []
     assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def test_an_evaluation_alone_leaves_nothing_behind(tmp_path: Path) -> None:
+    """It has nothing to save. Its rewards would take another minute."""
+    (tmp_path / "reward.py").write_text(REWARD.format(folder=str(tmp_path)))
+    model = make_model(tmp_path / "model", "qwen3", tied=True)
+    rows = "".join(json.dumps({"prompt": f"{number}+1="}) + "\n" for number in range(12))
+    (tmp_path / "held.jsonl").write_text(rows)
+    config = write_config(
+        tmp_path,
+        model,
+        data={"train": str(tmp_path / "held.jsonl"), "eval": str(tmp_path / "held.jsonl")},
+        rewards=[{"function": f"{tmp_path}/reward.py:reward"}],
+        reward_pool={"num_workers": 1, "timeout_s": 120},
+        eval={"num_samples": 1},
+    )
+    (tmp_path / "temporary").mkdir()
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "grpo_spmd.cli", "eval", str(model), "--config", str(config)]
+    job = TerminalJob([*command, f"--json={figures}"], tmp_path / "temporary")
+    while not (tmp_path / "scores").exists():
+        job.read_until("")
+        time.sleep(0.1)
+    start = time.monotonic()
+    job.press_ctrl_c()
+    code, lines = job.wait(60)
+    text = "\n".join(lines)
+    assert code == 1, text
+    assert after_press(lines) == ["stopped by Ctrl-C; the evaluation has no figures"]
+    assert time.monotonic() - start < FAR_S, text
+    assert "Traceback" not in text
+    assert not figures.exists()
+    assert not (tmp_path / "run").exists()
+    assert job.survivors() == []
+    assert list((tmp_path / "temporary").iterdir()) == []

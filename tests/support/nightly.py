@@ -16,6 +16,8 @@ NIGHTLY: dict[str, str] = {
     # whole runs
     "runs/test_demos.py": "the plain demo learns in runs/test_end_to_end.py; these are its five "
     "variants",
+    "runs/test_unfinished.py": "unit/test_episodes.py has the advantages of such episodes by hand, "
+    "this a training",
     "runs/test_teacher.py": "ranks/test_teacher.py has the update, this a whole run, its resume "
     "and replay",
     "runs/test_signals_together.py": "each signal has a test of its own; this combines them",

@@ -139,6 +139,12 @@ def write_scored_run(folder: Path) -> Path:
     write_lines(run / "token_scores" / "step_000008.jsonl", scores)
     tokens = {"a": 3, "b": 4, "<end>": 0}
     (run / "tokenizer.json").write_text(
-        json.dumps({"model": {"vocab": tokens}, "decoder": {"type": "ByteLevel"}})
+        json.dumps(
+            {
+                "model": {"vocab": tokens},
+                "decoder": {"type": "ByteLevel"},
+                "added_tokens": [{"id": 0, "content": "<end>", "special": True}],
+            }
+        )
     )
     return run

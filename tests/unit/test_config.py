@@ -15,7 +15,7 @@ import yaml
 from grpo_spmd.config import load
 from grpo_spmd.config.describe import config_to_dict, describe_keys, flatten_config
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.load import load_config, load_config_with_sources
+from grpo_spmd.config.load import apply_override, load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config
 from tests.support.models import write_config
 
@@ -576,6 +576,7 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(
             "rollout.temperature=0",
             "are alike and teach nothing; eval.temperature: 0 evaluates greedily",
         ),
+        ("rollout.stop=</a>", "must be a list; got '</a>'; a list of texts: ['</a>']"),
         ("model.dtype=fp16", "float32|bfloat16; got 'fp16'; float16 overflows"),
         ("model.attention=flash_attention_2", "got 'flash_attention_2'; flash is flash-attn"),
         (
@@ -594,6 +595,15 @@ def test_what_can_mean_one_thing_alone_is_taken_for_it(
 )
 def test_what_cannot_be_taken_gets_its_remedy(override: str, message: str, tmp_path: Path) -> None:
     assert message in _refusal(tmp_path, None, override)
+
+
+@pytest.mark.parametrize("text", ["{question}", "{a}: {b}", "{a}", "'{a} # {b}'", "ask {a}"])
+def test_a_template_on_the_command_line_needs_no_quotes_of_yaml(text: str) -> None:
+    for key in ("data.prompt_template", "teacher.prompt_template"):
+        tree: dict[str, Any] = {}
+        assert apply_override(tree, f"{key}={text}") == (key, text.strip("'"))
+    # Other keys take a mapping as before.
+    assert apply_override({}, "data.eval={a: b.jsonl}")[1] == {"a": "b.jsonl"}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_symptoms_since_the_first_update_are_the_learning_rate(tmp_path: Path) -
     assert [*findings] == ["the learning rate is too high"]
     finding = findings["the learning rate is too high"]
     assert (finding.level, finding.step) == ("bad", 2)
-    assert "optimizer.lr=0.01 (it is 0.1)" in finding.text
+    assert "optimizer.lr=0.001 (it is 0.1)" in finding.text
     for evidence in ("loss/entropy 0.", "-> 5", "completions are cut off", "groups are alike"):
         assert evidence in finding.text
     # The same in the middle of a run is not blamed on the first updates.
@@ -188,6 +188,11 @@ SINGLE_CAUSES: dict[str, tuple[Callable[[Line, float], None], str, str]] = {
         "warning",
         "ranks wait",
     ),
+    "memory grows": (
+        lambda line, share: line.update({"memory/host/workers_gib": 1 + 2 * share}),
+        "warning",
+        "keeps what it should drop",
+    ),
     "many tokens are clipped": (
         lambda line, share: line.update({"loss/clip_frac": 0.7}),
         "warning",
@@ -206,9 +211,165 @@ def test_a_cause_is_named_alone_and_tells_its_symptom(title: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
+    ("num_workers", "calls_s", "text"),
+    [
+        # 8 workers for 30 s are 240 s: busy for 90 %, though no call is long.
+        (8, 216.0, "Its 8 workers a rank are busy for 90% of the time that a step samples"),
+        # 32 workers are idle for most of their time, and an episode does not wait for them.
+        (32, 216.0, ""),
+    ],
+)
+def test_episodes_that_wait_for_a_free_worker_are_a_slow_environment(
+    num_workers: int, calls_s: float, text: str, tmp_path: Path
+) -> None:
+    def wait(line: Line, share: float) -> None:
+        line |= {
+            "environment/call_s_p95": 0.4,
+            "environment/calls_s_per_rank": calls_s,
+            "episode/turns_mean": 4.0,
+            "time/rollout_s": 30.0,
+        }
+
+    config = f"{CONFIG}environment: {{num_workers: {num_workers}}}\n"
+    (finding,) = diagnose(tmp_path, changed(wait), config).values()
+    title = "the environment or a tool is slow" if text else "nothing stands out"
+    assert finding.title == title
+    assert text in finding.text
+    assert "More environment.num_workers" in finding.text or not text
+
+
+def test_an_agents_one_call_is_its_whole_episode(tmp_path: Path) -> None:
+    """Figures of a real run: 0.47 s of 1.6 s are no half, whatever the number of turns."""
+
+    def call(line: Line, share: float) -> None:
+        line |= {
+            "environment/call_s_p95": 0.467,
+            "environment/calls_s_per_rank": 3.0,
+            "episode/turns_mean": 3.0,
+            "time/rollout_s": 1.64,
+        }
+
+    for key, title in (
+        ("agent: a.py:f", "nothing stands out"),
+        ("gym: a.py:G", "the environment or a tool is slow"),
+    ):
+        folder = tmp_path / key[:3]
+        config = f"{CONFIG}environment: {{{key}}}\n"
+        assert [*diagnose(folder, changed(call), config)] == [title]
+
+
+def test_three_steps_do_not_blame_the_learning_rate(tmp_path: Path) -> None:
+    """Figures of a real run of 16 completions a step."""
+    lines = healthy(3)
+    figures = ((0.625, 0.25), (0.5625, 0.75), (0.25, 1.0))
+    for line, (reward, alike) in zip(lines, figures, strict=True):
+        line |= {"reward/mean": reward, "reward/std": 0.5, "reward/zero_std_groups_frac": alike}
+    assert "the learning rate is too high" not in diagnose(tmp_path, lines)
+
+
+def test_a_cause_is_as_grave_as_what_it_explains(tmp_path: Path) -> None:
+    """So that it stands in front: a wrong token at the end of turns is why groups are alike."""
+
+    def cut(line: Line, share: float) -> None:
+        line |= {
+            "completion/truncated_frac": 1.0,
+            "reward/zero_std_groups_frac": 1.0,
+            "reward/std": 0.0,
+            "reward/mean": 0.0,
+        }
+
+    run = make_run(tmp_path, changed(cut), config=CONFIG)
+    token = {"id": 2, "content": "<|im_end|>", "special": True}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [token]}))
+    dump(
+        tmp_path,
+        1,
+        [
+            record(1, position, sample, "text", completion_ids=[70, 2, 71], finish_reason="length")
+            for position in range(3)
+            for sample in range(4)
+        ],
+    )
+    (finding,) = list_findings(read_run(run))
+    assert (finding.level, finding.title) == ("bad", "'<|im_end|>' does not end a completion")
+    for effect in (
+        "groups are alike (from step 1)",
+        "the reward never differs",
+        "are cut off (from step 1)",
+    ):
+        assert effect in finding.text.partition(" This also explains: ")[2]
+
+
+def test_a_reward_that_hangs_is_why_steps_wait_and_needs_no_workers(tmp_path: Path) -> None:
+    lines = healthy(12)
+    for line in lines[3:]:
+        line |= {"reward/judge/error_frac": 0.0, "reward/judge/timeout_frac": 0.03}
+    make_run(tmp_path, lines)
+    write_timeline(tmp_path, slow_rank=None, reward_s=20.0)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert (finding.title, finding.step) == ("reward judge times out", 4)
+    assert "more workers do not end a call that hangs" in finding.text
+    assert finding.text.endswith("This also explains: steps wait for rewards.")
+
+
+def test_nothing_is_praised_beside_trouble(tmp_path: Path) -> None:
+    def learn(line: Line, share: float) -> None:
+        line |= {
+            "reward/mean": 0.2 + 0.7 * min(1.0, 2 * share),
+            "reward/std": 0.45 * (1.1 - min(1.0, 2 * share)),
+            "reward/zero_std_groups_frac": 0.2 + 0.75 * min(1.0, 2 * share),
+        }
+
+    titles = [*diagnose(tmp_path, changed(learn))]
+    assert "the prompts are nearly solved" in titles
+
+    def leak(line: Line, share: float) -> None:
+        learn(line, share)
+        line["memory/host/workers_gib"] = 1 + 2 * share
+
+    assert [*diagnose(tmp_path / "leak", changed(leak))] == ["memory grows"]
+
+
+def test_a_run_that_learns_within_its_first_steps_has_learned(tmp_path: Path) -> None:
+    """Figures of a real run: 0.52 in the first step, 0.98 in the fourth."""
+    lines = healthy(NUM_STEPS)
+    rewards = [0.52, 0.82, 0.90, 0.98, *[1.0] * (NUM_STEPS - 4)]
+    for line, reward in zip(lines, rewards, strict=True):
+        line |= {
+            "reward/mean": reward,
+            "reward/std": (0.385, 0.33, 0.26, 0.12)[line["step"] - 1] if reward < 1 else 0.0,
+            "reward/zero_std_groups_frac": 1.0 if reward == 1 else 0.5,
+        }
+    findings = diagnose(tmp_path, lines, CONFIG.replace("lr: 0.1", "lr: 1.0e-3"))
+    assert "the prompts are nearly solved" in findings
+    assert {finding.level for finding in findings.values()} == {"ok"}
+
+
+@pytest.mark.parametrize(("error_frac", "level"), [(0.3, "warning"), (0.69, "bad")])
+def test_most_calls_of_tools_that_fail_are_bad(
+    error_frac: float, level: str, tmp_path: Path
+) -> None:
+    lines = changed(lambda line, share: line.update({"environment/tool_error_frac": error_frac}))
+    assert diagnose(tmp_path, lines)["tool calls fail"].level == level
+
+
+@pytest.mark.parametrize(("lr", "advice"), [("0.1", "0.001"), ("0.03", "0.001"), ("1e-4", "1e-05")])
+def test_the_learning_rate_that_is_advised_is_one_that_trains(
+    lr: str, advice: str, tmp_path: Path
+) -> None:
+    def leap(line: Line, share: float) -> None:
+        line |= {"reward/mean": 0.0, "completion/truncated_frac": 1.0, "loss/entropy": 5.0}
+
+    config = CONFIG.replace("lr: 0.1", f"lr: {float(lr)}")
+    finding = diagnose(tmp_path, changed(leap, start=2), config)["the learning rate is too high"]
+    assert f"try optimizer.lr={advice} (it is {float(lr):g})" in finding.text
+
+
+@pytest.mark.parametrize(
     ("metric", "value"),
     [
         ("optim/lr", 1e-6),
+        ("memory/host/workers_gib", 20.0),
         ("teacher/kl", 0.2),
         ("critic/explained_variance", 0.4),
         ("time/checkpoint_s", 5.0),
@@ -288,9 +449,37 @@ def test_a_reward_that_follows_the_length(tmp_path: Path) -> None:
     dump(tmp_path, NUM_STEPS, rollouts)
     titles = {finding.title for finding in list_findings(read_run(tmp_path))}
     assert "the reward follows the length" in titles
+    # Cut off because it pays to be long: the cause stands in front, and the effect in its text.
+    make_run(
+        tmp_path,
+        [line | {"completion/truncated_frac": line["step"] / NUM_STEPS} for line in lines],
+        config=CONFIG,
+    )
+    finding = list_findings(read_run(tmp_path))[0]
+    assert (finding.level, finding.title) == ("bad", "the reward follows the length")
+    assert "completions are cut off" in finding.text
+    make_run(tmp_path, lines, config=CONFIG)
     dump(tmp_path, NUM_STEPS, step_of(NUM_STEPS, num_groups=12))
     titles = {finding.title for finding in list_findings(read_run(tmp_path))}
     assert "the reward follows the length" not in titles
+
+
+def test_a_length_that_pays_is_seen_when_all_are_as_long_as_they_can_be(tmp_path: Path) -> None:
+    """Lengths double at step 20; the dump of that step has both, the last one long ones alone."""
+    lines = healthy(NUM_STEPS)
+    for line in lines[19:]:
+        line |= {"completion/tokens_mean": 2000.0, "reward/zero_std_groups_frac": 1.0}
+    make_run(tmp_path, lines, config=CONFIG)
+    for step, growth in ((20, 7), (NUM_STEPS, 0)):
+        rollouts = [
+            record(step, position, sample, "x" * (10 + growth * sample), reward=0.1 * sample)
+            for position in range(12)
+            for sample in range(4)
+        ]
+        dump(tmp_path, step, rollouts)
+    findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
+    assert findings["the reward follows the length"].step == 20
+    assert "groups are alike" not in findings
 
 
 def test_a_token_that_ends_turns_and_no_completion(tmp_path: Path) -> None:
@@ -320,14 +509,35 @@ def test_a_token_that_ends_turns_and_no_completion(tmp_path: Path) -> None:
 def test_prompts_that_repeat_and_one_text_for_all(tmp_path: Path) -> None:
     make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
     rollouts = [
-        record(1, position, sample, "yes", row=position, prompt=f"question {position % 4}")
+        record(
+            1,
+            position,
+            sample,
+            "yes",
+            row=position,
+            prompt=f"question {position % 4}",
+            columns={"answer": position % 4},
+        )
         for position in range(12)
         for sample in range(4)
     ]
     dump(tmp_path, 1, rollouts)
     findings = {finding.title: finding for finding in list_findings(read_run(tmp_path))}
     assert {"the data repeats itself", "all completions are one text"} == findings.keys()
-    assert "Of 12 rows in the dumps 8" in findings["the data repeats itself"].text
+    assert "Of 12 recorded rows 8" in findings["the data repeats itself"].text
+
+
+def test_rows_of_an_environment_may_have_one_prompt_and_other_columns(tmp_path: Path) -> None:
+    make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
+    rollouts = [
+        record(
+            1, position, sample, f"{sample}", row=position, prompt="Play.", columns={"n": position}
+        )
+        for position in range(12)
+        for sample in range(4)
+    ]
+    dump(tmp_path, 1, rollouts)
+    assert [f.title for f in list_findings(read_run(tmp_path))] == ["nothing stands out"]
 
 
 def test_an_evaluation_set_that_is_the_training_set(tmp_path: Path) -> None:

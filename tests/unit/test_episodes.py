@@ -611,7 +611,9 @@ def test_a_tool_that_raises_is_counted_and_said_once(
     values: list[float | None] = [1.0, 0.0]
     scored = ScoredRollouts(values, {"r": values}, {"r": ["ok"] * 2})
     sampled = decode_groups([encode_groups(groups, scored, 2)], 2)
-    metrics = episode_metrics(sampled.rows, sampled.counts.calls_s, sampled.counts.tools)
+    metrics = episode_metrics(
+        sampled.rows, sampled.counts.calls_s, sampled.counts.tools, num_ranks=1
+    )
     assert metrics["environment/tool_calls_mean"] == 1.5
     assert metrics["environment/tool_error_frac"] == pytest.approx(2 / 3)
 

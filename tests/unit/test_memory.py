@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from grpo_spmd.engine.start import SleepCheck, allocator_settings_kept
 from grpo_spmd.observe.memory import (
     MemoryLedger,
     MemoryUse,
+    children_bytes,
     is_out_of_memory,
     measure,
     remedies,
@@ -59,6 +62,31 @@ def test_what_is_allocated_is_seen_and_what_is_freed_is_not() -> None:
         assert measure(CPU).peak - old.reserved < 100 * MIB
     assert new.other == new.driver_used - new.allocated
     assert new.allocated < new.reserved <= new.peak < new.driver_used + new.reserved
+
+
+def test_the_memory_of_children_is_theirs_and_their_childrens_and_not_ours() -> None:
+    """As of a nursery of rewards and its workers: 40 MiB in the child, 60 in its child."""
+    if not Path("/proc/self/task").joinpath(str(os.getpid()), "children").exists():
+        pytest.skip("a kernel without CONFIG_PROC_CHILDREN")
+    hold = "import sys; held = b'x' * ({size} << 20); print(len(held), flush=True); "
+    inner = hold.format(size=60) + "sys.stdin.read()"
+    outer = (
+        hold.format(size=40)
+        + f"import subprocess; subprocess.run([sys.executable, '-c', {inner!r}])"
+    )
+    before = children_bytes()
+    retained = torch.ones(64 * MIB, dtype=torch.uint8)
+    command = [sys.executable, "-c", outer]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        for _ in range(2):
+            process.stdout.readline()
+        added = children_bytes() - before
+        process.stdin.close()
+    assert len(retained) == 64 * MIB
+    assert added == pytest.approx(100 * MIB, abs=24 * MIB)
+    assert children_bytes() == pytest.approx(before, abs=MIB)
 
 
 def test_measuring_costs_less_than_a_phase() -> None:

@@ -248,6 +248,7 @@ def test_a_python_script_is_read_and_not_run(tmp_path: Path) -> None:
     # Suggested keys alone are no counterpart.
     assert result.notes["rollout_func"].startswith("by hand: here environment.gym")
     assert result.notes["ranks"].startswith("decided here: 1 GPU")
+    assert result.notes["train_functions.py"].startswith("by hand: copy functions, tools and")
 
 
 def test_the_defaults_of_rloo_are_its_own(tmp_path: Path) -> None:
@@ -330,8 +331,8 @@ def test_refused_values_are_left_out_and_the_rest_is_a_config(
         "MODEL",
     )
     written = out.read_text()
-    assert "training.num_mini_batches must be a whole number >= 1; got 0.5" in written
-    assert "loss.policy must be" in written
+    assert "training.num_mini_batches can only be a whole number >= 1; got 0.5" in written
+    assert "loss.policy can only be" in written
     assert "by hand: x = q\\x1b[2J run_dir: y: not known" in written
     assert "\x1b" not in written
     assert written.startswith("# run.sh: 8 settings of TRL: ")

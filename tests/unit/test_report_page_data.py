@@ -214,7 +214,7 @@ def test_best_worst_failed_and_most_mismatched_come_first(
         rollout for rollout in chunk["rollouts"] if rollout["why"] not in ("group", "sampled")
     ]
     assert {rollout["why"]: (rollout["position"], rollout["sample"]) for rollout in first_ones} == {
-        "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "mismatched": (19, 3)
+        "best": (1, 3), "worst": (8, 1), "failed": (12, 2), "engine differs": (19, 3)
     }  # fmt: skip
     assert (step.counts["wanted"], step.counts["hidden"], step.counts["read"]) == (4, 0, 80)
     assert step.counts["shown"] == len(chunk["rollouts"]) < 8

@@ -213,7 +213,7 @@ def test_checks_have_the_margins_of_the_proofs(tmp_path: Path) -> None:
         checked["weight sync"].value == "passed 8 times, last at step 200"
     )  # 1, 50, 51, 100, 101, 150, 151, 200
     assert (checked["finite updates"].level, checked["finite updates"].value) == ("ok", "0 skipped")
-    assert checked["partition of tokens"].value == "passed 200 times, last at step 200"
+    assert checked["tokens trained on"].value == "passed 200 times, last at step 200"
 
 
 def test_a_check_that_is_switched_off_is_named(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_the_bound_that_the_config_sets_is_the_bound(tmp_path: Path) -> None:
             "step 40: the engine does not hold the policy's weights in 1 of 25 tensors",
             "weight sync",
         ),
-        ("step 4: trained on 12 tokens where rank 0 had decided on 13", "partition of tokens"),
+        ("step 4: trained on 12 tokens where rank 0 had decided on 13", "tokens trained on"),
     ],
 )
 def test_the_check_that_stopped_a_run_is_broken(reason: str, name: str, tmp_path: Path) -> None:

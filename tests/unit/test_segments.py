@@ -245,7 +245,7 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         [2, 7],
     ]  # the failed one has its prompt alone
     assert facts["completion_tokens"].tolist() == [[6, 3], [0, 3]]
-    metrics = episode_metrics(facts, sampled.counts.calls_s, {})
+    metrics = episode_metrics(facts, sampled.counts.calls_s, {}, num_ranks=2)
     expected = {
         "episode/turns_mean": 1.5,
         "episode/segments_mean": 1.0,
@@ -260,7 +260,7 @@ def test_what_rank0_is_told_of_episodes_by_hand() -> None:
         f"episode/{name}_frac" for name in EPISODE_STATUSES
     }
     plain = encode_groups(*step_of([[Completion([1], [0.0], "stop")]], [1.0]), 1)
-    assert episode_metrics(decode_groups([plain], 1).rows, [], {}) == {}
+    assert episode_metrics(decode_groups([plain], 1).rows, [], {}, num_ranks=1) == {}
 
 
 def test_environments_that_fail_too_often_stop_the_run_and_are_never_a_reward_of_zero(

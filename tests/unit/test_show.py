@@ -412,14 +412,33 @@ def test_tokens_are_coloured_by_their_difference(scored: Path) -> None:
     """In float32 from 1e-4 nats on: 0.5 is beyond all, 0.001 is ten times that."""
     run, errors = read_run(scored), ReadErrors()
     [(_, record), _] = run.files.rollouts(8, errors=errors)
-    text, styles = TokenDifferences(run, 8, [record], errors).coloured_text(record)
+    text, styles = TokenDifferences(run, 8, [record], errors).token_text(record, True)
     assert text == "ab<end>"
     assert styles == ["", "far", *["over"] * 5]
     second = replace(record, completion="another text")  # that the tokens do not make
-    assert TokenDifferences(run, 8, [record], errors).coloured_text(second) == ("another text", "")
+    assert TokenDifferences(run, 8, [record], errors).token_text(second, True) == (
+        "another text",
+        "",
+    )
     short = replace(record, completion_ids=[3, 4])  # scores of another run's rollout
-    assert TokenDifferences(run, 8, [short], errors).coloured_text(short) == ("ab", "")
+    assert TokenDifferences(run, 8, [short], errors).token_text(short, True) == ("ab", ["", ""])
     assert TokenDifferences(run, 8, [short], errors).describe(short) == ""
+
+
+@pytest.mark.parametrize("has_scores", [False, True])
+def test_special_tokens_are_shown_where_the_recorded_text_hides_them(
+    has_scores: bool, scored: Path
+) -> None:
+    """Also without colours: a completion that goes on after its end token looks well without it."""
+    run = read_run(scored)
+    if not has_scores:
+        (scored / "token_scores" / "step_000008.jsonl").unlink()
+    [(_, record), _] = run.files.rollouts(8)
+    longer = replace(record, completion="aba", completion_ids=[3, 0, 4, 3])
+    differences = TokenDifferences(run, 8, [longer], ReadErrors())
+    text, styles = differences.token_text(longer, False)
+    assert text == "a<end>ba"
+    assert not any(styles)
 
 
 def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
@@ -430,8 +449,8 @@ def test_tokens_of_an_episode_are_coloured_turn_by_turn(scored: Path) -> None:
     ]
     turns += [{"sampled": True, "token_ids": [4, 0]}]
     episode = replace(record, status="ok", turns=turns)
-    text, styles = TokenDifferences(read_run(scored), 8, [episode], ReadErrors()).coloured_text(
-        episode
+    text, styles = TokenDifferences(read_run(scored), 8, [episode], ReadErrors()).token_text(
+        episode, True
     )
     assert text == "a\nb<end>"
     assert styles == ["", "", "far", *["over"] * 5]

@@ -56,6 +56,7 @@ class _AddedToken(msgspec.Struct, frozen=True):
 
     id: int
     content: str
+    special: bool = False
 
 
 class _TokenizerFile(msgspec.Struct, frozen=True):
@@ -91,6 +92,8 @@ class TokenPieces:
             self._texts = {index: token for index, (token, _) in enumerate(vocab)}
         # Added second, since they may replace tokens of the vocabulary.
         self._texts.update({token.id: token.content for token in file.added_tokens})
+        # A completion's text leaves these out.
+        self.special_ids = {token.id for token in file.added_tokens if token.special}
         self._is_byte_level = "ByteLevel" in kinds
         self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
         # Cached: each token of the vocabulary is decoded only once.

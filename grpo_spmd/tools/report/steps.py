@@ -231,7 +231,7 @@ def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
     mismatched = [i for i, rollout in enumerate(rollouts) if rollout.mismatch is not None]
     if mismatched:
         worst = max(mismatched, key=lambda index: rollouts[index].mismatch or 0.0)
-        wanted[worst] = "mismatched"
+        wanted[worst] = "engine differs"
     scored = [i for i, rollout in enumerate(rollouts) if rollout.reward is not None]
     if scored:
         wanted.setdefault(max(scored, key=rank), "best")

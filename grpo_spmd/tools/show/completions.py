@@ -173,36 +173,38 @@ class TokenDifferences:
             f"(token {index + 1}{piece})"
         )
 
-    def coloured_text(self, record: RolloutRecord) -> tuple[str, Styles]:
-        """Returns the completion, decoded from its tokens, and the style of each character.
+    def token_text(self, record: RolloutRecord, has_colour: bool) -> tuple[str, Styles]:
+        """Returns the completion, decoded from its tokens with the special ones, and the style of
+        each character.
 
         A newline is put between the turns of an episode. If nothing was recorded of the rollout,
         or if the decoded tokens differ from the recorded text, that text is returned with no style.
         """
-        scores = self._scores.get(record.rollout_id)
-        if scores is None or self._pieces is None:
-            return record.completion, ""
-        pieces = self._pieces.decode(record.completion_ids)
-        if sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
+        pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
+        if self._pieces is None or sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
         # The indices of tokens that begin another turn of an episode.
         turns = [turn for turn in record.turns if turn["sampled"]]
         breaks = set(np.cumsum([len(turn["token_ids"]) for turn in turns])[:-1].tolist())
         texts: list[str] = []
         styles: list[str] = []
-        sizes = np.abs(scores.difference) / self._bound
-        for index, (piece, size) in enumerate(zip(pieces, sizes, strict=True)):
+        plain_texts: list[str] = []
+        scores = self._scores.get(record.rollout_id) if has_colour else None
+        sizes = np.zeros(len(pieces)) if scores is None else np.abs(scores.difference) / self._bound
+        for index, (token_id, piece) in enumerate(zip(record.completion_ids, pieces, strict=True)):
             if index in breaks:
                 texts.append("\n")
                 styles.append("")
             texts.append(piece)
+            if token_id not in self._pieces.special_ids:
+                plain_texts.append(piece)
             # `not <`, so that NaN counts as beyond every bound.
-            style = next((style for bound, style in _STYLES if not size < bound), "")
+            style = next((style for bound, style in _STYLES if not sizes[index] < bound), "")
             styles += [style] * len(piece)
-        text = "".join(texts)
-        if record.status is None and not text.strip().startswith(record.completion.strip()):
+        plain_text = "".join(plain_texts)
+        if record.status is None and not plain_text.strip().startswith(record.completion.strip()):
             return record.completion, ""
-        return text, styles
+        return "".join(texts), styles
 
     @cached_property
     def _pieces(self) -> TokenPieces | None:
@@ -287,11 +289,7 @@ def completion_lines(
         yield from prompt_lines(record, terminal)
     if record.messages:
         yield from _message_lines(record.messages, terminal)
-    text: str = record.completion
-    styles: Styles = ""
-    if terminal.has_colour:
-        # Only colours need the text of the tokens; otherwise the recorded text is shown.
-        text, styles = differences.coloured_text(record)
+    text, styles = differences.token_text(record, terminal.has_colour)
     if not record.messages or any(styles):
         title = "sampled tokens" if record.messages else "completion"
         yield terminal.line(title, "role", _INDENT)

@@ -198,8 +198,7 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     for finding in list_findings(run):
         # `state_lines` has already said why the run ended.
         if finding.text != run.why:
-            suffix = f" (from step {finding.step})" if finding.step is not None else ""
-            entries.append((finding.level, f"{finding.title}{suffix}: {finding.text}"))
+            entries.append((finding.level, f"{finding.title}{finding.suffix}: {finding.text}"))
     # A check that has failed or is near its bound gets a line; those that hold share one line.
     names = []
     for check in list_checks(run):

@@ -14,7 +14,7 @@ const COLOURINGS = {
 };
 const WHYS = {
   best: "In this page as one of the step's best", worst: "In this page as one of the step's worst",
-  failed: "In this page since it failed", mismatched: "In this page since engine and policy differ most on it",
+  failed: "In this page since it failed", "engine differs": "In this page since engine and policy differ most on it",
   group: "In this page with its whole group", sampled: "In this page as one of a sample spread evenly",
 };
 const BINS = 5; // shades of one direction
