@@ -244,7 +244,7 @@ def one_update(
     packed: bool,
     session: Session,
 ) -> dict[str, Any]:
-    load_weights(hf_named_parameters(policy), Path(config.model.path))
+    load_weights(hf_named_parameters(policy), Path(config.model.path), policy.saved)
     updater = updater_of(policy, config)
     gradients: list[dict[str, torch.Tensor]] = []
     updater.optimizer.register_step_pre_hook(lambda *_: gradients.append(_full_gradients(policy)))
