@@ -412,6 +412,7 @@ def _convolution_product(layer: Any) -> Callable[[Tensor], Tensor]:
 
 def _product(layer: Any) -> Callable[[Tensor], Tensor]:
     """Returns the product of the layer's weight with a vector, without bias or sum over ranks."""
+    # GLM4-MoE's routers are float32 in a bfloat16 engine too.
     return lambda vector: layer.quant_method.apply(
-        layer, vector.to(next(layer.parameters()).device)[None], None
+        layer, vector.to(next(layer.parameters()))[None], None
     )[0]

@@ -70,14 +70,22 @@ def test_the_gradient_is_that_of_transformers_and_wrong_experts_are_seen(
     assert output.count(f"{num_faults} faults seen") == num_ranks
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "float32"), ("glm4_moe", "bfloat16")])
+@pytest.mark.parametrize(
+    ("family", "dtype", "optimizer"),
+    [("qwen3_moe", "float32", "adamw"), ("glm4_moe", "bfloat16", "adamw_8bit")],
+)
 def test_a_run_is_resumed_to_the_bit_and_its_export_has_the_weights_by_expert(
-    tmp_path: Path, family: str, dtype: str
+    tmp_path: Path, family: str, dtype: str, optimizer: str
 ) -> None:
     """On 2 ranks, each with 3 of 6 experts; the files have the names of the model's own, and the
     routers' constants unrounded."""
     config = config_of(tmp_path, family)
-    options = ("checkpoint.every_steps=2", "optimizer.lr=1e-3", f"model.dtype={dtype}")
+    options = (
+        "checkpoint.every_steps=2",
+        "optimizer.lr=1e-3",
+        f"optimizer.name={optimizer}",
+        f"model.dtype={dtype}",
+    )
     for run in ("whole", "stopped"):
         steps = "4" if run == "whole" else "2"
         train(2, config, *options, f"run_dir={tmp_path / run}", f"training.num_steps={steps}")

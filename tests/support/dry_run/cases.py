@@ -456,6 +456,9 @@ class _Holder:
             for name, t in self.held.items()
         ]
 
+    def constants(self) -> dict[str, Tensor]:
+        return {}
+
 
 def _fake_group(backend: str, **options: Any) -> None:
     assert backend == "cpu:gloo,cuda:nccl", backend
