@@ -179,7 +179,7 @@ def _judge_same_completions(run: RecordedRun, dumps: Dumps) -> Iterator[Finding]
                 f"{count / len(dumps.newest):.0%} of the newest completions are {text!r:.80}, "
                 "whatever the prompt: go back to a checkpoint before it, with a lower "
                 "optimizer.lr, a higher loss.kl_coef or a reward that this text does not get.",
-                step=run.dumped_steps[-1],
+                explains=("reward/zero_std_groups_frac", "loss/entropy", "optim/grad_norm"),
             )
 
 

@@ -527,6 +527,23 @@ def test_prompts_that_repeat_and_one_text_for_all(tmp_path: Path) -> None:
     assert "Of 12 recorded rows 8" in findings["the data repeats itself"].text
 
 
+def test_one_text_for_all_is_why_groups_are_alike(tmp_path: Path) -> None:
+    alike = changed(lambda line, share: line.update({"reward/zero_std_groups_frac": 1.0}), start=9)
+    make_run(tmp_path, alike, config=CONFIG)
+    rollouts = [
+        record(NUM_STEPS, position, sample, "yes", row=position, columns={"n": position})
+        for position in range(12)
+        for sample in range(4)
+    ]
+    dump(tmp_path, NUM_STEPS, rollouts)
+    (finding,) = list_findings(read_run(tmp_path))
+    assert (finding.level, finding.title) == ("bad", "all completions are one text")
+    assert finding.text.endswith(
+        "This also explains: each prompt's rewards are all alike (from step 9), "
+        "groups are alike (from step 9)."
+    )
+
+
 def test_rows_of_an_environment_may_have_one_prompt_and_other_columns(tmp_path: Path) -> None:
     make_run(tmp_path, healthy(NUM_STEPS), config=CONFIG)
     rollouts = [
