@@ -113,27 +113,25 @@ class _StoredRows:
 
 
 def _saved_tensors(
-    tensors: Mapping[str, StoredTensor], folder: Path, base: object
+    tensors: Mapping[str, StoredTensor], folder: Path, path: str
 ) -> dict[str, StoredTensor | _StoredRows | _Merged]:
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
 
     `folder` has the model's config.json. If it is that of several models, whose text part was
-    trained, the names are those of the model at `base`, and its other parts are returned too.
+    trained, the names are those of the model at `path`, and its other parts are returned too.
     Raises ConfigError if that model cannot be found.
     """
     is_part = has_text_part(read_model_config(folder))
     if not is_part and all(len(tensor.shape) < 3 for tensor in tensors.values()):
         return dict(tensors)
     from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
-    from grpo_spmd.model.hf_files import tensor_files
 
     model = build_on_meta(str(folder))
     layout = saved_layout(model)
     by_name: dict[str, StoredTensor | _StoredRows | _Merged] = {}
     if is_part:
-        remedy = "bring it back: an export has all of its parts"
-        files = tensor_files(_base_folder(str(base), remedy))
+        files = _base_files(path, "bring it back: an export has all of its parts")
         layout = stored_layout(model, files, layout)
         by_name |= _other_parts(files, layout)
     for name, tensor in tensors.items():
@@ -155,19 +153,22 @@ def _other_parts(files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _M
     }
 
 
-def _base_folder(path: str, remedy: str) -> Path:
-    """Returns the folder of the model that a run began with. Raises ConfigError, with `remedy`."""
+def _base_files(path: str, remedy: str) -> dict[str, Path]:
+    """Returns the file of each tensor of the model that a run began with.
+
+    Raises ConfigError, with `remedy` if there is no such model."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    from grpo_spmd.model.hf_files import checkpoint_folder
+    from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 
     try:
-        return checkpoint_folder(path)
+        folder = checkpoint_folder(path)
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ConfigError(
             f"the base model {path} cannot be found (it is no folder here, "
             f"and the hub gives none: {type(error).__name__}); {remedy}"
         ) from None
+    return tensor_files(folder)
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: str) -> Tensor:
@@ -290,7 +291,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            saved = _saved_tensors(tensors, folder, base=trainer.get("model_path"))
+            saved = _saved_tensors(tensors, folder, str(trainer.get("model_path")))
             save_model(saved, folder, dtype or str(trainer["dtype"]))
 
 
@@ -424,7 +425,6 @@ def export_merged(
     has no adapters, or if the base model cannot be found or is not the model that the run used.
     """
     from grpo_spmd.checkpoint.state import model_fingerprint
-    from grpo_spmd.model.hf_files import tensor_files
 
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # Raises for links, which may lead out of the folder.
@@ -434,7 +434,8 @@ def export_merged(
         raise ConfigError(
             f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
         )
-    folder = _base_folder(str(base or trainer["model_path"]), "name it with --base")
+    files = _base_files(str(base or trainer["model_path"]), "name it with --base")
+    folder = next(iter(files.values())).parent
     fingerprint = trainer.get("model_fingerprint")
     if fingerprint and model_fingerprint(folder) != fingerprint:
         raise ConfigError(
@@ -448,7 +449,7 @@ def export_merged(
             raise UntrustedError(f"{adapter_config}: {name} must be off; got {values[name]!r}")
     tensors = _merged_tensors(
         folder,
-        tensor_files(folder),
+        files,
         stored_tensors(checkpoint, trainer),
         scale=values["lora_alpha"] / values["r"],
         checkpoint=checkpoint,
