@@ -47,6 +47,7 @@ class DirectLoad:
         self._matrices = [_Matrix(tensor, dtype) for tensor in direct]
         self._model = model
         self._dtype = dtype
+        # Where the values of each gathered tensor go, by its name.
         self._targets: dict[str, list[tuple[_Matrix, TensorPart]]] = {}
         for matrix in self._matrices:
             for tensor_part in matrix.tensor.parts if matrix.is_copied else ():

@@ -105,6 +105,7 @@ class RolloutEngine:
         self._sleep_level = rollout.sleep_level_with(model.lora)
         self._on_cpu = session.device.type == "cpu"
         self.tp_size = rollout.engine_ranks
+        # The number of this rank's engine, and this rank's position within the engine.
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
         # The ranks that share this rank's engine. None if this rank has an engine of its own.
         self._group = engine_group(self.tp_size)
@@ -362,6 +363,7 @@ class RolloutEngine:
         those at temperature 1. A completion with finish_reason "stop" ends with a stop token, or
         with the token that completes one of the strings in `rollout.stop`. Raises EngineStateError
         if the engine is asleep or holds another version than `policy_version`."""
+        # Each request is a conversation of one turn.
         ids = [(0, number) for number in range(len(requests))]
         hooks = GenerationHooks(lambda _, number, turns: None if turns else requests[number])
         completions = self._generate(iter([ids]), 1, policy_version, hooks)
