@@ -110,8 +110,8 @@ class _Matrix:
         self._layer = tensor.layer
         self._dtype = dtype
         # An lm_head on a CPU has a plain weight and a packed copy. The plain weight is filled by
-        # another _Matrix (its own, or that of the embedding to which it is tied). The packed copy
-        # (`values` None) gets no rows: `end` makes it from the plain weight.
+        # another _Matrix (its own, or that of the embedding to which it is tied). For the packed
+        # copy (`values` None) this is False: no rows are copied, `end` makes it from the weight.
         self.is_copied = tensor.values is not None or not _is_vocabulary(tensor.layer)
         # The tensor to write rows into. None until the first piece of a load has come.
         self._rows: Tensor | None = None
@@ -204,6 +204,7 @@ class _Matrix:
         """Packs the rows, which are complete now, and frees the buffer if they were in one."""
         layer = self._layer
         parameter = layer.weight
+        # vLLM packs `layer.weight`: put the buffer there.
         if not parameter.numel():
             layer.weight = nn.Parameter(cast(Tensor, self._rows), requires_grad=False)
         self._rows = None

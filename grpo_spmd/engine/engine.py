@@ -221,7 +221,7 @@ class RolloutEngine:
             if direct is not None:
                 self._llm.apply_model(lambda _: direct(pieces))
             self._reload(weights, direct.covered if direct is not None else ())
-        self.reset_prefix_cache()  # its keys and values were computed with the old weights
+        self.reset_prefix_cache()  # it was computed with the old weights
         self._holds_weights = True
         self.policy_version = None if self.takes_adapters else policy_version
 

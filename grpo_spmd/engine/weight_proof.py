@@ -83,6 +83,7 @@ def prove_weights(
     shards = _expected_shards(policy, engine)
     parameters = {name: shard.parameter for name, shard in shards.items()}
     tensors = engine.tensors(shards, policy.saved)
+    # Tensors of unknown layout are not compared; the first proof names them in a warning.
     known_tensors = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
         dict.fromkeys(
@@ -324,10 +325,10 @@ def _expert_fingerprints(
 ) -> Tensor:
     """Returns fingerprints [hidden, num_slices] of one expert: its output for the probe as input.
 
-    The output is that of `down` @ (activation(gate @ probe) * (up @ probe)). A slice is the part
-    that one of `num_slices` equal parts of the intermediate dimension adds to it. In place of the
-    norm a fingerprint has a bound so large that `matches` allows for the rounding of both products;
-    with `is_rounded` the engine also rounds the intermediate states to bfloat16."""
+    The output is down @ (activation(gate @ probe) * (up @ probe)). Each slice has the part of this
+    sum that comes from one of `num_slices` equal parts of the intermediate dimension. In place of a
+    row's norm a fingerprint has a number so large that `matches` allows for the rounding of both
+    products. With `is_rounded` it also allows for rounding the intermediate states to bfloat16."""
     gate_rows, up_rows = gate_up.chunk(2)
     gate, up = gate_rows @ probe, up_rows @ probe
     states = (activation(gate) * up).view(num_slices, -1)

@@ -56,9 +56,11 @@ class LayerRouter:
     def __init__(self, router: nn.Module, layer: int, kind: RouterKind, num_experts: int) -> None:
         """`layer` is the number of the decoder layer."""
         self._num_experts = num_experts
+        # The forward method of transformers' router.
         self._route: Callable[[Tensor], tuple[Tensor, ...]] = router.forward
         self._layer = layer
         self._logits_index = kind.logits_index
+        # The routes of the row that the layer is running on, None if it has none.
         self._row: RowRoutes | None = None
         router.forward = self.forward
 
