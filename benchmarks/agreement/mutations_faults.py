@@ -240,7 +240,7 @@ FAULTS = (
     Fault(
         "prefix cache kept after the sync",
         "engine/engine.py",
-        "        self.reset_prefix_cache()  # it holds keys and values of the old weights\n",
+        "        self.reset_prefix_cache()  # it was computed with the old weights\n",
         "",
         (_TIED,),
         _LONG_PROMPTS,

@@ -1,13 +1,14 @@
 """Copies gathered weights straight into an engine's own tensors, without vLLM's loader.
 
-vLLM's reload takes a layer apart, has its loader cut and copy each tensor, and puts it together
-again. If a layer's weights are HF's rows as they are, or are packed from them by one call, a copy
-of the rows gives the same result.
+vLLM's reload takes each layer apart, lets its loader slice and copy each tensor, and rebuilds the
+layer. If a layer's weights are unchanged rows of HF tensors, or are packed from such rows by one
+call, copying the rows gives the same result.
 
-A direct layer is a layer that is filled by such copies. To pack a weight means to store it a second
-time in the order that the CPU's matrix product reads. weight_map.py says which rows go where. The
-proof uses the same map, so a wrong map would be wrong here and in the proof alike. WeightSync
-therefore copies directly only after a proof has passed on weights that vLLM's loader brought.
+A direct layer is a layer that such copies fill completely. Packing a weight means storing its
+values in the order in which the CPU's matrix product reads them. weight_map.py says which HF rows
+lie where in the engine's tensors. The proof (weight_proof.py) uses the same map, so it could not
+detect copies to wrong places. WeightSync therefore copies directly only after a proof has passed on
+weights that came through vLLM's loader, which does not use the map.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from grpo_spmd.model.sharding import num_columns, num_rows, rows_per_rank
 class DirectLoad:
     """Copies HF tensors straight into the direct layers of one engine.
 
-    `names` has the HF tensors that it copies, `covered` the engine parameters that they fill."""
+    `names` are the HF tensors that it copies, by the names under which they are gathered. `covered`
+    are the names of the engine parameters that it fills."""
 
     def __init__(
         self,
@@ -38,13 +40,14 @@ class DirectLoad:
         names: Mapping[str, str],
         dtype: torch.dtype,
     ):
-        """`tensors` are all tensors of the engine, by a map that a proof has shown to be right.
+        """`tensors` describes all tensors of the engine, by a map that a proof has confirmed.
         `names` maps each HF name to the name under which the tensor is gathered: a tied lm_head is
-        gathered as the embedding. `dtype` is that of the gathered values."""
+        gathered under the embedding's name. `dtype` is the dtype of the gathered values."""
         direct = _tensors_of_direct_layers(model, tensors, names, dtype)
         self._matrices = [_Matrix(tensor, dtype) for tensor in direct]
         self._model = model
         self._dtype = dtype
+        # Where the values of each gathered tensor go, by its name.
         self._targets: dict[str, list[tuple[_Matrix, TensorPart]]] = {}
         for matrix in self._matrices:
             for tensor_part in matrix.tensor.parts if matrix.is_copied else ():
@@ -61,9 +64,10 @@ class DirectLoad:
 
     @torch.no_grad()
     def __call__(self, pieces: Iterable[Piece]) -> None:
-        """Replaces the weights of all direct layers by `pieces`, which begin with those of `names`.
+        """Replaces the weights of all direct layers with the values in `pieces`.
 
-        It draws no other pieces. Raises EngineStateError if an element of a direct layer was in no
+        The pieces of the tensors in `names` must come first. The later ones are not drawn: they are
+        left to the caller. Raises EngineStateError if some element of a direct layer was in no
         piece."""
         for matrix in self._matrices:
             matrix.begin()
@@ -75,14 +79,14 @@ class DirectLoad:
                 matrix.copy(tensor_part, blocks, start, (block_rows, columns))
             if start + blocks.shape[1] == block_rows * columns:
                 incomplete.remove(name)
-            # The memory must be free before the next piece is made.
+            # Drop the reference: the next piece needs the memory of this one.
             del blocks
             if not incomplete:
                 break
         for matrix in self._matrices:
             matrix.end()
-        # vLLM makes a packed copy of an embedding on the CPU. If no head uses it, it would become
-        # stale here: drop it.
+        # On a CPU vLLM also makes a packed copy of an embedding's weight. Unless the layer is used
+        # as lm_head, that copy was not renewed above and is stale: go back to the plain product.
         heads = {
             id(matrix.tensor.layer)
             for matrix in self._matrices
@@ -92,29 +96,30 @@ class DirectLoad:
             layer: Any = matrix.tensor.layer
             if hasattr(layer, "cpu_linear") and id(layer) not in heads:
                 layer.cpu_linear = nn.functional.linear
-        # vLLM calls this after its reload too. An attention layer has no weights of its own.
+        # vLLM's own reload also ends with this call. An attention layer has no weights of its own.
         for layer in self._model.modules():
             if _is_attention(layer):
                 layer.process_weights_after_loading(self._dtype)
 
 
 class _Matrix:
-    """Writes the rows of one engine tensor, and counts the elements that are still missing."""
+    """Fills one engine tensor with its HF rows, and counts the elements that are still missing."""
 
     def __init__(self, tensor: EngineTensor, dtype: torch.dtype) -> None:
         self.tensor = tensor
         self._layer = tensor.layer
         self._dtype = dtype
-        # A packed lm_head also has a plain weight, which is copied as a tensor of its own or as the
-        # embedding that it is tied to. The packed one is then made from it.
+        # An lm_head on a CPU has a plain weight and a packed copy. The plain weight is filled by
+        # another _Matrix (its own, or that of the embedding to which it is tied). For the packed
+        # copy (`values` None) this is False: no rows are copied, `end` makes it from the weight.
         self.is_copied = tensor.values is not None or not _is_vocabulary(tensor.layer)
-        # The rows to write. None until the first piece of a load has come.
+        # The tensor to write rows into. None until the first piece of a load has come.
         self._rows: Tensor | None = None
-        # Elements that no piece has brought yet.
+        # Number of elements that no piece has brought yet, -1 before the first piece of a load.
         self._num_missing = 0
 
     def begin(self) -> None:
-        """Starts a load. -1 missing elements: no piece has come yet."""
+        """Starts a load. The number of missing elements is known once the first piece has come."""
         self._rows = None
         self._num_missing = -1 if self.is_copied else 0
 
@@ -135,24 +140,24 @@ class _Matrix:
         block_start: int,
         block_shape: tuple[int, int],
     ) -> None:
-        """Copies the elements of `tensor_part` that are in `blocks`.
+        """Copies those elements of `blocks` that belong to `tensor_part`.
 
         A block is one rank's rows of an HF tensor, with the shape `block_shape` [rows, columns].
-        `blocks` [ranks, elements] has a stretch of each rank's block, which begins at the block's
-        element `block_start`."""
+        `blocks` [ranks, elements] has the same stretch of every rank's block. The stretch begins at
+        element `block_start` of the block."""
         block_rows, columns = block_shape
         num_slices = self.tensor.num_column_slices
         if self._rows is None:
             width = columns // num_slices
             self._rows = self._destination(width)
             self._num_missing = self.tensor.num_rows * width
-        # A float32 bias of a bfloat16 engine gets values that were rounded to bfloat16.
+        # A float32 bias of a bfloat16 engine gets values rounded to bfloat16, as from the loader.
         if self._rows.dtype != self._dtype:
             blocks = blocks.to(self._dtype)
         rows = self._rows[tensor_part.start : tensor_part.start + tensor_part.num_rows]
         first_hf_row = tensor_part.hf_start
-        # If the engine holds whole rows, any stretch of elements is a stretch of its elements.
-        # Treat the matrix as one column then: one copy does for a stretch that cuts rows.
+        # If the engine holds whole rows, treat the matrix as a single column: then one copy is
+        # enough for a stretch that begins or ends inside a row.
         if num_slices == 1:
             rows = rows.view(-1, 1)
             first_hf_row *= columns
@@ -180,47 +185,49 @@ class _Matrix:
             self._pack_rows()
 
     def _destination(self, columns: int) -> Tensor:
-        """Returns the rows [rows, columns] to write.
+        """Returns the tensor [rows, columns] to write the HF rows into.
 
-        They are the engine's own, or a buffer that is packed once it is full."""
+        It is the engine's own weight or, if packing has emptied that, a buffer that is packed once
+        it is full."""
         values = self.tensor.values
         weight = self._layer.weight if values is None else values
         num_rows = self.tensor.num_rows
-        # Packing has emptied the plain weight.
+        # True if packing has emptied the plain weight.
         if values is None and not weight.numel():
             return torch.empty(num_rows, columns, dtype=self._dtype, device=weight.device)
         rows: Tensor = weight.data.view(-1, columns)
-        # The padding of a vocabulary is zero, as vLLM has it; a sleep may have lost it.
+        # vLLM pads a vocabulary with rows of zeros, which a sleep may have lost.
         rows[num_rows:].zero_()
         return rows
 
     def _pack_rows(self) -> None:
-        """Packs the full buffer, and frees it."""
+        """Packs the rows, which are complete now, and frees the buffer if they were in one."""
         layer = self._layer
         parameter = layer.weight
+        # vLLM packs `layer.weight`: put the buffer there.
         if not parameter.numel():
             layer.weight = nn.Parameter(cast(Tensor, self._rows), requires_grad=False)
         self._rows = None
         _pack(layer)
-        # Packing empties the weight. The parameter stays the object that others may hold.
+        # Packing emptied the weight. Put the old parameter back: others may refer to that object.
         if not layer.weight.numel():
             layer.weight = parameter
 
 
 def _pack(layer: Any) -> None:
     """Has vLLM pack the layer's plain weight."""
-    # The old packed copy is freed first, so that the new one takes its memory, which is mapped.
+    # Free the old packed copy first, so that the new one reuses its memory, whose pages are mapped.
     layer.cpu_linear = None
     layer.quant_method.process_weights_after_loading(layer)
 
 
 def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> int:
-    """Copies `values` [ranks, rows, columns] into `rows`, and returns the number of elements.
+    """Copies `values` [ranks, rows, columns] into `rows`. Returns the number of copied elements.
 
-    Row i of rank r goes to row r * block_rows + i + offset. Values whose row is not in `rows` are
-    left out. Ranks with all rows inside `rows` are copied at once."""
+    Row i of rank r goes to row r * block_rows + i + offset of `rows`. Values whose target would lie
+    outside `rows` are skipped. All ranks whose values lie inside are copied at once."""
     num_ranks, num_rows, columns = values.shape
-    # The ranks with all rows inside `rows`, and the ranks with at least one row inside.
+    # The ranks whose values all lie inside `rows`, and the ranks with at least one row inside.
     inside = range(
         max(0, -(offset // block_rows)),
         min(num_ranks - 1, (len(rows) - offset - num_rows) // block_rows) + 1,
@@ -231,14 +238,14 @@ def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> 
     )
     num_copied = 0
     if inside:
-        # The blocks lie at equal distances in `rows`, so one strided view has them all.
+        # The ranks' targets lie `block_rows` rows apart, so one strided view covers them all.
         first_block = rows[inside.start * block_rows + offset :]
         target = first_block.as_strided(
             (len(inside), num_rows, columns), (block_rows * rows.stride(0), rows.stride(0), 1)
         )
         target.copy_(values[inside.start : inside.stop])
         num_copied += len(inside) * num_rows * columns
-    # The first and the last rank may have rows outside.
+    # The first and the last touched rank may have some rows outside `rows`: copy the others.
     for rank in touched:
         if rank not in inside:
             first_row = rank * block_rows + offset
@@ -250,10 +257,10 @@ def _copy_blocks(rows: Tensor, values: Tensor, offset: int, block_rows: int) -> 
 
 
 def _stretches(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Splits the elements from `begin` to `end` of a matrix with so many columns.
+    """Splits the elements from `begin` to `end` of a matrix with `columns` columns at row bounds.
 
-    Yields (begin, end) of the remainder of a row, of whole rows, and of the start of a row. Empty
-    ones are left out."""
+    Yields up to three (begin, end) ranges: the rest of a row that `begin` cuts, the whole rows, and
+    the start of a row that `end` cuts. Empty ranges are left out."""
     start = min(end, -(-begin // columns) * columns)
     bounds = (begin, start, max(start, end // columns * columns), end)
     return ((low, high) for low, high in pairwise(bounds) if low < high)
@@ -262,11 +269,11 @@ def _stretches(begin: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
 def _tensors_of_direct_layers(
     model: nn.Module, tensors: Sequence[EngineTensor], names: Mapping[str, str], dtype: torch.dtype
 ) -> list[EngineTensor]:
-    """Returns the tensors of the layers that can be filled by copies alone.
+    """Returns the engine tensors of the layers that can be filled by copies alone.
 
-    All tensors of such a layer are plain or packed by the layer alone, and no HF tensor in it is
-    needed by a layer that vLLM's loader fills. Returns none if a layer makes matrices of its own
-    from the weights of its neighbours (MLA)."""
+    Each tensor of such a layer is plain, or packed by one call on the layer. No HF tensor in it is
+    also needed by a layer that vLLM's loader must fill. Returns [] if the model has a layer that
+    derives more matrices from the weights of other layers after loading (MLA)."""
     if any(
         hasattr(layer, "process_weights_after_loading") and not _is_attention(layer)
         for layer in model.modules()
@@ -285,8 +292,8 @@ def _tensors_of_direct_layers(
         if any(id(parameter) not in filled for parameter in layer.parameters(recurse=False))
     }
     loader_layers |= {id(tensor.layer) for tensor in tensors if not _is_copyable(tensor, dtype)}
-    # A layer that shares an HF tensor with a layer of the loader becomes the loader's too. That can
-    # make a third layer the loader's: repeat until nothing changes.
+    # A layer that shares an HF tensor with a layer of the loader must be filled by the loader too.
+    # That can affect a third layer in turn: repeat until nothing changes.
     while True:
         shared = {
             names[tensor_part.name]
@@ -312,7 +319,7 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
         return False
     if values is None:
         return hasattr(layer, "cpu_linear")
-    # Values must arrive to the bit: no integer codes, no narrower float.
+    # The values must arrive bit by bit: no integer codes, no narrower float.
     is_exact = (
         values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()
     )

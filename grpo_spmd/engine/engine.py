@@ -1,9 +1,9 @@
 """Runs vLLM (0.26 to 0.33) in this process as the rollout engine, and spreads a generation over the
 engines of all ranks.
 
-To sleep is to free the memory of weights and KV cache for the policy's update. A rest is a short
-sleep between two generations with the same weights, which stay in host memory. `policy_version` is
-the step whose weights the engine holds.
+When the engine sleeps, it frees the memory of its weights and KV cache for the policy's update.
+When it rests, between two generations with the same weights, it frees the same memory but keeps the
+weights in host memory. `policy_version` is the step whose weights the engine holds.
 """
 
 from __future__ import annotations
@@ -65,21 +65,21 @@ from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-# The ranks of an engine, and all engines, agree this often on whether to end a generation early.
+# The ranks of an engine agree on whether to end a generation early once in this many engine steps.
 _AGREE_EVERY_STEPS = 8
 
 
 class RolloutEngine:
     """Runs one vLLM engine on this rank, or on a group of consecutive ranks.
 
-    States: asleep -> `wake_weights` -> `load_weights` -> `wake_kv_cache` -> `generate` -> `sleep`.
-    It raises EngineStateError rather than answer from the weights of another step. On a CPU vLLM
-    frees nothing, but the same calls must come in the same order, so that a mistake shows there
-    too.
+    An engine that is asleep must get these calls in order: `wake_weights`, `load_weights`,
+    `wake_kv_cache`, then `generate` any number of times, then `sleep`. EngineStateError is raised
+    rather than sampling with the weights of another step. On a CPU vLLM frees nothing, but the same
+    order is required, so that a wrong one is found there too.
     """
 
     records_routes = False
-    """True if completions have the engine's routes: those of a mixture of experts."""
+    """True if completions come with the experts that the engine's routers took (`Routes`)."""
     _recorder: RouteRecorder | None = None
 
     def __init__(
@@ -95,8 +95,9 @@ class RolloutEngine:
         """Collective. Starts the engine with dummy weights, then puts it to sleep.
 
         The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
-        longest completion. `should_abort` is called before each step of a shared generation; once
-        True it must stay True. `num_sequences` is the most that an engine gets at one time."""
+        longest completion. `should_abort` is called before each engine step of `generate_shared`;
+        once it has returned True it must always do so. `num_sequences` is the largest number of
+        requests that one engine gets at a time."""
         self._rollout = rollout
         self._session = session
         self._should_abort = should_abort
@@ -104,20 +105,21 @@ class RolloutEngine:
         self._sleep_level = rollout.sleep_level_with(model.lora)
         self._on_cpu = session.device.type == "cpu"
         self.tp_size = rollout.engine_ranks
+        # The number of this rank's engine, and this rank's position within the engine.
         self.engine_rank, self.tp_rank = divmod(session.rank, self.tp_size)
-        # The ranks that share this one's engine.
+        # The ranks that share this rank's engine. None if this rank has an engine of its own.
         self._group = engine_group(self.tp_size)
         self.num_engines = session.world_size // self.tp_size
         self.policy_version: int | None = None
         self._weights_awake = True
         self._kv_cache_awake = True
         self._holds_weights = False
-        # Memory in use before the rest. None if the engine does not rest.
+        # The memory that was in use before the current rest. None if the engine does not rest.
         self._use_before_rest: MemoryUse | None = None
         self._sleep_check = SleepCheck(session.device)
-        # Equal on all ranks, since it names the queue of a call of `generate_shared`.
+        # Names the queue of each call of `generate_shared`, so it must be equal on all ranks.
         self._num_shared_calls = 0
-        # (temperature, top_p) of all requests since the last call of `take_sampling`.
+        # The pairs (temperature, top_p) of all requests since the last call of `take_sampling`.
         self._sampling: set[tuple[float, float]] = set()
         _log.info(
             "starting vLLM: %d engines of %d ranks, on %s",
@@ -132,7 +134,7 @@ class RolloutEngine:
             warnings.catch_warnings(),
             as_config_error(model.path, "cannot be built by vLLM"),
         ):
-            # These warnings are about vLLM's own use of torch.
+            # FutureWarnings here are about vLLM's own use of torch.
             warnings.simplefilter("ignore", FutureWarning)
             self._llm = start_vllm(
                 model, rollout, max_rollout_tokens, session=session, num_sequences=num_sequences
@@ -141,7 +143,8 @@ class RolloutEngine:
         running_engines.add(self._engine)
         vllm_config = self._engine.vllm_config
         warn_of_slow_seeds(vllm_config, session.device.type)
-        # GPUs may differ in free memory, and all ranks must compute the same schedule.
+        # GPUs may differ in free memory, and all ranks must compute the same schedule from these
+        # numbers: take the minimum.
         cache = vllm_config.cache_config
         self._capacity = Capacity(
             min(all_gather_numbers(vllm_config.scheduler_config.max_num_seqs)),
@@ -153,7 +156,7 @@ class RolloutEngine:
             self._record_routes(model.path)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
         self.takes_adapters = model.lora.base_stays_in_engine
-        """True if `load_adapters` brings the adapters alone, onto a base that stays."""
+        """True if a sync sends only the LoRA adapters, and the engine keeps the base weights."""
         self._adapters = (
             EngineAdapters(self._model, model.lora.rank) if self.takes_adapters else None
         )
@@ -162,7 +165,8 @@ class RolloutEngine:
         self.sleep()
 
     def _record_routes(self, path: str) -> None:
-        """Starts to record routes, or logs why it cannot."""
+        """Sets `records_routes`, on a CPU with a RouteRecorder, or warns why no routes are
+        recorded."""
         hf_config = load_config(path)
         if not num_experts(hf_config):
             return
@@ -181,13 +185,16 @@ class RolloutEngine:
 
     @property
     def needs_weights(self) -> bool:
-        """True if a sync must bring all weights, False if the engine holds a base that stays."""
+        """True if a sync must send all weights, False if the engine still holds the base weights
+        and needs only the adapters."""
         return not (self.takes_adapters and self._holds_weights)
 
     def wake_weights(self) -> None:
-        """Allocates the memory of the weights again. They are garbage until `load_weights`."""
+        """Allocates the memory of the weights again. Weights that were dropped in the sleep are
+        garbage until `load_weights`."""
         self._end_rest()
-        # The memory that the update freed stays in torch's cache, where vLLM's pool cannot use it.
+        # The memory that the update freed is still in torch's cache, where vLLM's pool cannot take
+        # it.
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["weights"])
         self._weights_awake = True
@@ -202,10 +209,10 @@ class RolloutEngine:
     ) -> None:
         """Collective over the engine's ranks. Replaces every weight.
 
-        `weights` are (name in the checkpoint, full tensor) pairs. If `direct` is given, it copies
-        its tensors first, from `pieces`. Where adapters travel alone these are the weights of the
-        base, and `load_adapters` must follow. Raises EngineStateError if the engine is asleep, if
-        requests still run, or if an engine parameter was not covered."""
+        `weights` yields (name in the checkpoint, full tensor) pairs for vLLM's loader. If `direct`
+        is given, it first copies the tensors that it covers from `pieces`. If `takes_adapters`, all
+        of these are the base weights, and `load_adapters` must follow. Raises EngineStateError if
+        the engine is asleep, if requests still run, or if an engine parameter got no new values."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version = None
@@ -214,16 +221,16 @@ class RolloutEngine:
             if direct is not None:
                 self._llm.apply_model(lambda _: direct(pieces))
             self._reload(weights, direct.covered if direct is not None else ())
-        self.reset_prefix_cache()  # it holds keys and values of the old weights
+        self.reset_prefix_cache()  # it was computed with the old weights
         self._holds_weights = True
         self.policy_version = None if self.takes_adapters else policy_version
 
     def load_adapters(self, adapters: Mapping[str, Tensor], policy_version: int) -> None:
-        """Collective over the engine's ranks. Replaces all adapters by full tensors.
+        """Collective over the engine's ranks. Replaces all LoRA adapters.
 
-        Their names are LAYER.lora_A.weight and LAYER.lora_B.weight; B includes the factor
-        alpha / rank. Raises EngineStateError if the engine is asleep or has no base, if requests
-        still run, or if the engine has no layer for an adapter."""
+        `adapters` has full tensors named LAYER.lora_A.weight and LAYER.lora_B.weight; B includes
+        the factor alpha / rank. Raises EngineStateError if the engine is asleep or has no base
+        weights, if requests still run, or if the engine has no layer for an adapter."""
         if self._adapters is None or not (self._weights_awake and self._holds_weights):
             raise EngineStateError(
                 "load_adapters: the engine is asleep or lacks the base; call wake_weights and "
@@ -245,7 +252,8 @@ class RolloutEngine:
             )
 
     def wake_kv_cache(self) -> None:
-        """Allocates the memory of the KV cache again. Call it after the sync freed its buckets."""
+        """Allocates the memory of the KV cache again. Call it once the sync has freed its buckets,
+        whose memory the cache may need."""
         torch.cuda.empty_cache()
         self._llm.wake_up(tags=["kv_cache"])
         self._kv_cache_awake = True
@@ -253,13 +261,14 @@ class RolloutEngine:
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
         """Frees weights and KV cache for the policy's update. Without a GPU vLLM frees nothing.
 
-        `held_bytes` is the memory of the trainer. Returns the metrics of SleepCheck if it is given,
-        else {}."""
+        `held_bytes` is the memory that the trainer's tensors take on the device. If it is given,
+        the sleep is checked against it: returns the metrics of `SleepCheck.check`, else {}."""
         use_before = self._use_before_rest
         if self._adapters is not None:
             self._adapters.drop()
-        # A rest goes on as the sleep, at level 1 whatever `sleep_level` is. Nothing of the engine
-        # is on the device, and to wake it only to drop its weights would map and copy all of it.
+        # An engine that rests already sleeps at level 1: leave it so, even if the sleep level is 2.
+        # It has no memory on the device, and waking it only to drop the weights would copy them
+        # back first.
         if use_before is None:
             use_before = self._put_to_sleep(self._sleep_level)
         self._weights_awake = False
@@ -273,15 +282,16 @@ class RolloutEngine:
     def rest(self) -> None:
         """Makes room on the device between two generations with the same weights.
 
-        The weights wait in host memory, whatever `sleep_level` is. The next generation or sleep
-        ends the rest. The prefix cache is empty afterwards."""
+        The weights stay in host memory, whatever the sleep level is. The rest ends with the next
+        generation, `wake_weights` or `sleep`. The prefix cache is empty afterwards. Does nothing
+        unless the engine is fully awake."""
         if self._weights_awake and self._kv_cache_awake and self._use_before_rest is None:
             self._use_before_rest = self._put_to_sleep(1)
 
     def _put_to_sleep(self, level: int) -> MemoryUse:
-        """Lets vLLM free its memory. Returns the memory in use before.
+        """Has vLLM sleep at `level`. Returns the memory in use before the sleep.
 
-        Raises RuntimeError if another process took more memory meanwhile than the sleep freed."""
+        Raises RuntimeError if another process meanwhile took more memory than the sleep freed."""
         use_before = self._measure()
         try:
             self._llm.sleep(level=level)
@@ -296,13 +306,14 @@ class RolloutEngine:
     def _end_rest(self) -> None:
         """Wakes the engine if it rests."""
         if self._use_before_rest is not None:
-            # The model that computed during the rest left its memory in torch's cache.
+            # Memory of the models that ran during the rest is in torch's cache: give it back.
             torch.cuda.empty_cache()
             self._llm.wake_up(tags=["weights", "kv_cache"])
             self._use_before_rest = None
 
     def pool_bytes(self) -> int:
-        """Returns the bytes of vLLM's sleep pool (weights, KV cache), 0 without a GPU."""
+        """Returns the size in bytes of the pool that vLLM frees in a sleep (weights and KV cache),
+        0 on a CPU."""
         if self._on_cpu:
             return 0
         from vllm.device_allocator.cumem import CuMemAllocator
@@ -313,27 +324,30 @@ class RolloutEngine:
         return measure(self._session.device, self.pool_bytes())
 
     def tensors(self, hf_names: Collection[str], saved: SavedLayout) -> list[EngineTensor]:
-        """Returns which rows of HF's tensors this rank's engine holds, alike on all ranks.
+        """Returns a description of each tensor of this rank's engine: which rows of which HF tensor
+        it holds. All ranks get as many, in the same order.
 
-        `saved` has what checkpoints have under other names (`Policy.saved`)."""
+        `hf_names` are the policy's parameters. `saved` (`Policy.saved`) lists those that
+        checkpoints store under other names."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
         return engine_tensors(self._model, hf_names, saved) + adapters
 
     def constants(self) -> dict[str, Tensor]:
-        """Returns this rank's parameters that are constants of the policy, by name."""
+        """Returns this rank's engine parameters that are untrained constants in the policy, by HF
+        name."""
         parameters = self._model.named_parameters()
         return {hf_name(name): values for name, values in parameters if is_constant(name)}
 
     def direct_load(self, names: Mapping[str, str], saved: SavedLayout) -> DirectLoad:
-        """Returns a DirectLoad of the current layout. Call it only after a proof has passed.
+        """Returns a DirectLoad for this rank's engine. Call it only after a proof has passed.
 
-        `names` has the policy's tensors by each name that they have."""
+        `names` maps each HF name to the name under which the tensor is gathered (`DirectLoad`)."""
         return DirectLoad(self._model, self.tensors(names, saved), names, self.dtype)
 
     def shutdown(self) -> None:
-        """Collective. Stops vLLM, which from 0.24 on ends the default process group too."""
+        """Collective. Stops vLLM, which from 0.24 on also destroys the default process group."""
         barrier()
-        # From here on ranks end one by one. The doctor would report the first ones as lost.
+        # From here on ranks end one by one, and the doctor would report the first ones as lost.
         doctor.stop()
         self._engine.engine_core.shutdown()
         running_engines.discard(self._engine)
@@ -341,14 +355,15 @@ class RolloutEngine:
     def generate(self, requests: Sequence[Request], policy_version: int) -> list[Completion]:
         """Collective over the engine's ranks, with the same requests. Returns their completions.
 
-        On a CPU a completion depends on the weights, the prompt, its seed and temperature, not on
-        the batch. On a GPU the batch may change the last bits of its logits, and so a token, unless
-        VLLM_BATCH_INVARIANT=1 is set. Versions of vLLM draw other completions from the same seed
-        (0.26 by Philox, 0.33 by Murmur3).
-        Logprobs are those of the distribution that was sampled from (greedy: of temperature 1). A
-        completion with finish_reason "stop" ends with the stop token, or with the token that
-        completes one of `rollout.stop`. Raises EngineStateError if
-        the engine is asleep or holds another version than `policy_version`."""
+        On a CPU a completion depends on the weights and on the request's prompt, seed and sampling
+        parameters, not on the other requests in the batch. On a GPU the batch may change the last
+        bits of the logits, and thus a token, unless VLLM_BATCH_INVARIANT=1 is set. Different
+        versions of vLLM sample different completions from the same seed (0.26 uses Philox, 0.33
+        Murmur3). Logprobs are those of the distribution that was sampled from; for greedy decoding,
+        those at temperature 1. A completion with finish_reason "stop" ends with a stop token, or
+        with the token that completes one of the strings in `rollout.stop`. Raises EngineStateError
+        if the engine is asleep or holds another version than `policy_version`."""
+        # Each request is a conversation of one turn.
         ids = [(0, number) for number in range(len(requests))]
         hooks = GenerationHooks(lambda _, number, turns: None if turns else requests[number])
         completions = self._generate(iter([ids]), 1, policy_version, hooks)
@@ -362,21 +377,24 @@ class RolloutEngine:
         policy_version: int,
         expected_tokens: Sequence[float] | None = None,
     ) -> dict[int, list[list[Completion]]]:
-        """Collective. Shares jobs out over all engines.
+        """Collective. Samples the conversations of all jobs, shared out over all engines.
 
-        Job j is `job_sizes[j]` >= 1 conversations, all on one engine. A conversation is one request
-        or several in turn. Returns, by job of this engine and equal on all its ranks, the
-        completions of each conversation. Returns {} if it aborted. Raises EngineStateError as
+        Job j has `job_sizes[j]` >= 1 conversations, which all run on one engine. A conversation is
+        one request, or several in turn. Returns the jobs that this rank's engine has finished (the
+        same on all ranks of the engine): for each job number a list of conversations, each a list
+        of completions. Returns {} if the generation was aborted. Raises EngineStateError as
         `generate` does.
 
-        `rollout.schedule: static` deals all jobs in turn. `shared_queue` deals an engine what it
-        can run at once, at most its fair share; an engine that then runs fewer claims one of the
-        rest, so that short completions leave no engine idle. `expected_tokens`, equal on all ranks,
-        decides which jobs come first (`deal`).
+        With `rollout.schedule: static` all jobs are dealt to engines at the start. With
+        `shared_queue` an engine starts with as many jobs as it can run at once, at most its fair
+        share. The other jobs are queued, and an engine claims the next one whenever it has room, so
+        that short completions leave no engine idle. `expected_tokens`, by job and equal on all
+        ranks, decides which jobs come first (`deal`).
 
-        Once `should_abort` is True on a rank, its engine drops what is unfinished and claims no
-        more. Others notice by themselves or finish: the caller must have all ranks agree that the
-        result is void (`Preemption.guard`). Jobs that `hooks.early_stop` ends are not returned.
+        Once `should_abort` returns True on a rank, its engine drops all conversations and claims no
+        more jobs. Other engines may see that later or finish first, so the caller must make all
+        ranks agree that the result is void (`Preemption.guard`). Jobs that `hooks.early_stop` cuts
+        short are not returned.
         """
         is_static = self._rollout.schedule == "static" or self.num_engines == 1
         num_at_once = None if is_static else self._capacity.num_requests(expected_tokens)
@@ -402,8 +420,8 @@ class RolloutEngine:
         completions = self._generate(
             batches, max_in_flight, policy_version, hooks, must_abort=self._must_abort
         )
-        # If the generation ended early, every engine must still claim until the queue is empty:
-        # the last claim removes the queue from the store.
+        # Even after an early end every engine must go on claiming until it gets None, since the
+        # last such claim deletes the queue from the store (`claim`). Drop these jobs.
         for _ in batches:
             pass
         by_job: dict[int, list[list[Completion]]] = {}
@@ -412,25 +430,27 @@ class RolloutEngine:
         return {job: turns for job, turns in by_job.items() if len(turns) == job_sizes[job]}
 
     def _claim(self, queue: str, num_jobs: int) -> int | None:
-        """Collective over the engine's ranks. Returns the job that its first rank claims, or None.
+        """Collective over the engine's ranks. The first of them claims the next job of `queue`.
 
-        None means that no job is left."""
+        Returns the claimed job's position in the queue, None if no job is left."""
         group = self._group
         claim_one = partial(claim, queue, num_jobs, self.num_engines)
         return claim_one() if group is None else on_first_in_group(claim_one, group)
 
     def _must_abort(self, num_steps: int) -> bool:
-        """Collective over the engine's ranks. Returns True, on all of them, if one should abort."""
+        """Collective over the engine's ranks. Returns True on all of them if `should_abort` is True
+        on one of them. Called before each engine step; several ranks agree only every few steps."""
         group = self._group
         if group is None:
             return self._should_abort()
-        # All ranks take the same steps, so that they agree at the same ones.
+        # The ranks of an engine make the same steps, so all of them reach `any_rank` at this one.
         return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
 
     def _is_stopped(self, early_stop: EarlyStop, num_steps: int) -> bool:
-        """Collective over the engine's ranks. Returns True if the generation is to end early.
+        """Collective over the engine's ranks. Returns True on all of them if `early_stop` ends the
+        generation.
 
-        Only the first rank asks `early_stop`, once in several steps."""
+        Only the engine's first rank asks `early_stop`, and only once in several steps."""
         if num_steps % _AGREE_EVERY_STEPS:
             return False
         group = self._group
@@ -438,11 +458,11 @@ class RolloutEngine:
         return is_over if group is None else any_rank(is_over, group)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
-        """Makes vLLM drop these requests, which must be all of its unfinished ones."""
+        """Makes vLLM drop these requests, which must be all of its unfinished requests."""
         self._engine.abort_request(request_ids)
         core = self._engine.engine_core.engine_core
-        # vLLM's model runner forgets the requests at the next step. With asynchronous scheduling
-        # (GPU) a batch may still run.
+        # vLLM's model runner forgets aborted requests at the next step. With asynchronous
+        # scheduling (on a GPU) a batch may still be running.
         while core.scheduler.has_requests() or getattr(core, "batch_queue", None):
             self._engine.step()
 
@@ -454,10 +474,11 @@ class RolloutEngine:
         hooks: GenerationHooks,
         must_abort: Callable[[int], bool] = lambda num_steps: False,
     ) -> dict[ConversationId, list[Completion]] | None:
-        """Samples the conversations in `batches`. Returns the completions of the finished ones.
+        """Samples the conversations in `batches`. Returns the completions of those that are over.
 
-        Returns None if `must_abort` returned True. It draws the next batch while fewer than
-        `max_in_flight` conversations are open,"""
+        The next batch is drawn whenever fewer than `max_in_flight` conversations are open and vLLM
+        has no request waiting for room. Returns None if `must_abort`, called with the number of
+        engine steps so far, returned True. Raises EngineStateError unless the engine is ready."""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
         if self._recorder is not None:
@@ -467,10 +488,10 @@ class RolloutEngine:
         no_more_batches = False
         num_steps = 0
         just_finished: list[ConversationId] = []
-        # On a CPU vLLM compiles a helper of its logprobs on first use, which takes seconds. The
-        # helper returns the same without compilation.
+        # On a CPU vLLM compiles a helper function for its logprobs on first use, which takes
+        # seconds. Uncompiled, the function returns the same.
         stance = torch.compiler.set_stance("force_eager") if self._on_cpu else nullcontext()
-        # The bar shows the first rank's requests. None is tqdm's "only on a terminal".
+        # Rank 0 shows the progress of its own engine. disable=None is tqdm's "only on a terminal".
         bar: tqdm[Any] = tqdm(
             desc="generate",
             unit="completion",
@@ -480,8 +501,8 @@ class RolloutEngine:
         )
         with isolated(), stance, bar as progress:
             while True:
-                # The KV cache may have room for fewer than max_num_seqs requests. While requests
-                # wait for room, leave the next batches to other engines.
+                # vLLM lets requests wait if the KV cache has no room for them, even below
+                # max_num_seqs. As long as some wait, leave the next batches to other engines.
                 _, num_waiting = scheduler.get_request_counts()
                 self._add_requests(conversations.advance(just_finished))
                 while (
@@ -496,8 +517,8 @@ class RolloutEngine:
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
                     return conversations.finished()
-                # While nothing runs, each turn of the loop waits long for late requests. Step 0
-                # makes the ranks agree in each such turn.
+                # While no request runs, each turn of this loop waits a long time for late requests,
+                # and `num_steps` stands still. Pass 0, for which the ranks always agree.
                 step_to_agree = num_steps if conversations.running else 0
                 if must_abort(step_to_agree):
                     self._abort(list(conversations.running))
@@ -527,7 +548,7 @@ class RolloutEngine:
                 progress.update(len(just_finished))
 
     def _refuse_unless_ready(self, policy_version: int) -> None:
-        """Raises EngineStateError unless the engine is awake with the weights of this version."""
+        """Raises EngineStateError unless the engine is awake and holds `policy_version`."""
         if not (self._weights_awake and self._kv_cache_awake):
             raise EngineStateError(
                 "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache "
@@ -540,15 +561,16 @@ class RolloutEngine:
             )
 
     def take_sampling(self) -> list[tuple[float, float]]:
-        """Returns (temperature, top_p) of all that vLLM was asked to sample since the last
-        call."""
+        """Returns the distinct (temperature, top_p) pairs of all requests since the last call."""
         sampling = sorted(self._sampling)
         self._sampling.clear()
         return sampling
 
-    # vLLM gives each request a generator of its own from its seed: the order of the requests does
-    # not change what is sampled.
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
+        """Adds (request id, request) pairs to vLLM's queue.
+
+        vLLM gives each request its own generator, seeded with the request's seed, so that the order
+        of requests does not change what is sampled."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -565,8 +587,8 @@ class RolloutEngine:
                 top_p=request.top_p,
                 seed=request.seed,
                 stop_token_ids=self._stop_token_ids,
-                # vLLM looks for stop strings in the text, token by token. The last token may end
-                # beyond the string; it stays as it was sampled.
+                # vLLM looks for stop strings in the text after each token. The last token may go on
+                # beyond the stop string; it is kept whole, as it was sampled.
                 stop=stop,
                 include_stop_str_in_output=True,
                 skip_special_tokens=False,
@@ -576,7 +598,8 @@ class RolloutEngine:
                 flat_logprobs=True,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            # vLLM's own: it raises very low temperatures to 0.01, and greedy ones have top_p 1.
+            # Read them back: vLLM raises very low temperatures to 0.01, and sets top_p to 1 for
+            # greedy decoding.
             self._sampling.add((params.temperature, params.top_p))
             self._engine.add_request(
                 request_id,
@@ -586,10 +609,12 @@ class RolloutEngine:
             )
 
     def _with_routes(self, output: Any, completion: Completion) -> Completion:
-        """Returns the completion of vLLM's RequestOutput with its routes, if any are recorded."""
+        """Returns `completion` with the routes of vLLM's RequestOutput, if routes are recorded.
+
+        Raises EngineStateError if vLLM did not return one route for each token that it read."""
         if not self.records_routes:
             return completion
-        # The engine never reads the last token.
+        # The last sampled token is never an input of the model, so that it has no route.
         num_tokens = len(output.prompt_token_ids) + len(completion.token_ids) - 1
         if self._recorder is not None:
             routes = self._recorder.take(output.request_id, num_tokens)
@@ -604,7 +629,8 @@ class RolloutEngine:
 
 
 def _completion(output: Any) -> Completion:
-    """Returns the completion in vLLM's RequestOutput, with logprobs [] if none were asked for."""
+    """Returns the completion in vLLM's RequestOutput. Its logprobs are [] if none were asked
+    for."""
     sampled = output.outputs[0]
     token_ids = list(sampled.token_ids)
     logprobs = [] if sampled.logprobs is None else list(sampled.logprobs.logprobs)

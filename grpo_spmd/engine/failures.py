@@ -1,7 +1,7 @@
-"""Explains vLLM's errors in the words of our config, and ends the engines of a failed run.
+"""Explains vLLM's errors in terms of our config keys, and shuts down the engines of a failed run.
 
-It imports no torch and no vllm: `--check`, which must do without them, asks it beforehand whether
-the CPU engine's KV cache will fit."""
+It imports neither torch nor vllm, because `--check` runs without them and asks this module for the
+largest KV cache that the CPU engine may take."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ _MEMORY_ERROR = re.compile(
     r"KV\s+cache (is needed|memory)|No available memory for the cache blocks"
     r"|Available memory on node|Free memory on|kv[_-]cache[_-]memory[_-]bytes"
 )
-# It matches for instance "... max seq len (4096), (2.5 GiB KV cache is needed ... memory (1.2 GiB)"
+# Matches for instance "... max seq len (4096), (2.5 GiB KV cache is needed ... memory (1.2 GiB)".
 _ROLLOUT_TOO_LONG = re.compile(
     r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", re.DOTALL
 )
 running_engines: weakref.WeakSet[Any] = weakref.WeakSet()
-"""vLLM's engines from their start to their shutdown, or to `end_engines`."""
+"""The vLLM engines of this process that were started and not yet shut down."""
 
 
 def cpu_cache_bytes() -> int:
-    """Returns the upper bound of one rank's KV cache on a CPU, in bytes.
+    """Returns the largest size of one rank's KV cache on a CPU, in bytes.
 
     All ranks of a host together may use 1/8 of its memory."""
     return host_bytes() // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def host_bytes() -> int:
-    """Returns the bytes of memory that this host has."""
+    """Returns the size of this host's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def no_room_for_cache(error: str, device: str) -> str | None:
-    """Returns a line for an error of vLLM about memory, None if the error is about something else.
+    """Returns a message for vLLM's `error` about too little memory, None for any other error.
 
-    vLLM's messages name vLLM's own flags. The line names keys of the config in their place."""
+    vLLM's messages name its own flags. The returned message names our config keys instead."""
     if not _MEMORY_ERROR.search(error):
         return None
     if sizes := _ROLLOUT_TOO_LONG.search(error):
         problem = (
             f"one rollout of {sizes[1]} tokens (data.max_prompt_tokens + "
-            f"rollout.max_completion_tokens) takes {sizes[2]} GiB of KV cache, and {sizes[3]} GiB "
-            "are there"
+            f"rollout.max_completion_tokens) takes {sizes[2]} GiB of KV cache, but only {sizes[3]} "
+            "GiB are available"
         )
     else:
         problem = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
     key = "gpu_memory_utilization" if device == "cuda" else "engine.kv_cache_memory_bytes"
     remedy = f"raise rollout.{key} or rollout.tensor_parallel_size, or shorten the rollouts"
-    # Less memory is free than the config asks for.
+    # vLLM says that less memory is free than the config asks for: lower the request.
     if "less than" in error:
         remedy = f"lower rollout.{key}, take fewer ranks, or end what else takes memory"
     return f"rollout: {problem}; {remedy}"
 
 
 def memory_taken_in_sleep(error: str, used_bytes: tuple[int, int], pool_bytes: int) -> str | None:
-    """Returns a line for vLLM's error that a sleep freed no memory, None for any other error.
+    """Returns a message for vLLM's error that a sleep freed no memory, None for any other error.
 
-    `used_bytes` are what all processes use on the device before and after the sleep, `pool_bytes`
-    is the pool that it frees. vLLM (0.26 to 0.33) asserts that the device has not less free memory
-    afterwards, and counts other processes too. It is no longer usable then."""
+    `used_bytes` is the memory that all processes use on the device (before, after) the sleep, and
+    `pool_bytes` the size of the pool that the sleep frees. vLLM (0.26 to 0.33) asserts that the
+    device does not have less free memory after the sleep, which memory taken by another process can
+    violate. The engine cannot be used after this error."""
     if "Memory usage increased after sleeping" not in error:
         return None
     before, after = (size / 2**30 for size in used_bytes)
@@ -76,10 +77,11 @@ def memory_taken_in_sleep(error: str, used_bytes: tuple[int, int], pool_bytes: i
 
 
 def refused_keys(keys: Iterable[str], error: BaseException) -> str:
-    """Returns a line for an error of vLLM's start while `rollout.engine` has these keys.
+    """Returns a message for an error at vLLM's start while the user has set `keys` in
+    `rollout.engine`.
 
-    The keys are the likeliest reason, since the trainer's own options are known to work."""
-    # pydantic writes "1 validation error for X", then a line with the field, then a line
+    These keys are the likeliest cause, since the trainer's own options are known to work."""
+    # Shorten pydantic's errors: "1 validation error for X", then a line with the field, then a line
     # "Value error, TEXT [type=..., input_value=...]".
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and re.match(r"\d+ validation errors? for", lines[0]):
@@ -94,13 +96,14 @@ def refused_keys(keys: Iterable[str], error: BaseException) -> str:
 
 
 def end_engines() -> None:
-    """Ends the engines of a failed run and frees their memory. This process can then run again.
+    """Shuts down the engines of a failed run, so that this process can start another run.
 
-    It ends vLLM's process groups too: the next engine would take them for its own."""
+    It also destroys vLLM's process groups, which the next engine would otherwise take for its
+    own."""
     for engine in list(running_engines):
         engine.engine_core.shutdown()
     running_engines.clear()
-    # Never import vllm here: if no engine was started, there is nothing to destroy.
+    # Do not import vllm only for this: if no engine was started, there is nothing to destroy.
     if "vllm.distributed.parallel_state" in sys.modules:
         from vllm.distributed import parallel_state
 

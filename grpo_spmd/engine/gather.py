@@ -1,8 +1,8 @@
-"""Gathers the policy's shards for an engine: casts them and sends them in buckets.
+"""Gathers the policy's sharded tensors for an engine: casts them and all-gathers them in buckets.
 
 A shard is one rank's rows of a tensor. A replica is a group of ranks that together hold the whole
-policy once. A bucket is a buffer of bounded size for one all-gather. A piece is a stretch of one
-tensor as it comes out of a bucket.
+policy once. A bucket is a buffer of bounded size for one all-gather. A piece is the part of one
+tensor that is in one bucket.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from grpo_spmd.records import SyncStats
 
 
 class Piece(NamedTuple):
-    """Holds the same stretch of every rank's block of rows of one tensor."""
+    """Holds a part of one tensor: the same range of elements of every rank's rows."""
 
     shard: Shard
     start: int
-    """The element of each rank's block of rows at which the piece begins."""
+    """Index of the range's first element, counted from the start of each rank's rows."""
     blocks: Tensor
-    """[ranks, elements], in the engine's dtype, or as stored if one rank holds all rows."""
+    """[ranks, elements], in the engine's dtype, or in the policy's if one rank holds all rows."""
 
 
 def gather_pieces(
@@ -39,14 +39,16 @@ def gather_pieces(
     """Collective. Yields the tensors of `shards`, one after the other, in pieces.
 
     Every rank must draw all pieces, in step with the other ranks. A piece is valid until the next
-    one is drawn, and must be released before. `stats` counts bytes and collectives.
+    one is drawn, and the caller must drop its references to it before. The sent bytes and the
+    collectives are added to `stats`.
 
-    The shards of all parameters, cast to `dtype`, form one long row. It is gathered over the ranks
-    of a replica in buckets of at most `bucket_bytes`, which may end inside a tensor or a row. While
-    one bucket is in use, the next one is on its way. The extra memory is two buckets.
+    Each rank's shards of all parameters, cast to `dtype` and laid end to end, form one long row.
+    The rows are all-gathered over the ranks of a replica in buckets of at most `bucket_bytes`,
+    which may end in the middle of a tensor. While the caller uses one bucket, the next one is being
+    gathered, so the extra memory is two buckets.
 
-    If one rank holds the whole policy, there are no buckets. A piece is then the tensor itself,
-    which is rounded as it is copied.
+    If one rank holds the whole policy, there are no buckets. A piece is then a whole tensor in the
+    policy's dtype, which is rounded when the caller copies it.
     """
     if not shards:
         return
@@ -57,14 +59,14 @@ def gather_pieces(
             stats.bytes += len(values) * dtype.itemsize
             if len(values):
                 yield Piece(shard, 0, values[None])
-            # The memory of this tensor must be free before the next one is made.
+            # Merged adapters make a new tensor: free it before the next one is made.
             del values
         return
     widths = [_width(shard.parameter, num_ranks) for shard in shards]
-    # Elements that each rank puts into one bucket. All ranks compute the same number.
+    # Elements of its row that each rank puts into one bucket. All ranks compute the same number.
     room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), sum(widths))
     with closing(_gather_buckets(shards, widths, dtype, room, stats)) as buckets:
-        # The columns of the current bucket that were not yielded yet: none at the start.
+        # The columns of the current bucket that were not yielded yet. None are left at the start.
         bucket = torch.empty(0, 0)
         for shard, width in zip(shards, widths, strict=True):
             start = 0
@@ -78,11 +80,12 @@ def gather_pieces(
 
 
 def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Puts pieces together. Yields (name in the HF checkpoint, full tensor in `dtype`).
+    """Joins the pieces of each tensor. Yields (HF name, full tensor in `dtype`).
 
     vLLM keeps the tensors until a layer is complete. They are therefore new tensors, never views of
-    the buckets, which are used again, or of the parameters."""
-    # No torch.no_grad as a decorator: it would keep a tensor alive while the next one is made.
+    the buckets, which are overwritten, or of the parameters."""
+    # Do not decorate this with torch.no_grad: its wrapper would keep the yielded tensor alive while
+    # the next one is made.
     full = torch.empty(0)
     for (name, parameter, _), start, blocks in pieces:
         if not start:
@@ -91,43 +94,45 @@ def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[
         end = start + blocks.shape[1]
         full[:, start:end] = blocks
         del blocks
-        # The last ranks' blocks end in padding, which the view leaves out.
+        # The last ranks' blocks end in padding, which the slice leaves out.
         if end == full.shape[1]:
             yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
-            # The memory of this tensor must be free before the next one is made.
+            # Free this tensor before the next one is made.
             full = torch.empty(0)
 
 
 def saved_tensors(
     tensors: Iterable[tuple[str, Tensor]], layout: SavedLayout
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields the tensors as a checkpoint has them: those of each expert apart, under its names."""
+    """Yields (name, tensor) pairs as checkpoints store them: one tensor for each expert's matrix,
+    where the policy has all experts of a layer in one parameter."""
     for name, tensor in tensors:
         matrix = as_matrix(tensor)
         for target in layout.get(name, [SavedTensor(name, 0, tuple(tensor.shape))]):
             rows = matrix[target.start : target.start + target.num_rows]
             yield target.name, rows.view(target.shape)
-        # The memory of this tensor must be free before the next one is made.
+        # Free this tensor before the next one is made.
         del tensor, matrix, rows
 
 
 def _local_values(shard: Shard) -> Tensor:
-    """Returns this rank's values of a shard as one dimension."""
+    """Returns this rank's values of a tensor, flattened to one dimension."""
     with torch.no_grad():
         return shard.local_rows().detach().reshape(-1)
 
 
 def _width(parameter: DTensor, num_ranks: int) -> int:
-    """Returns the number of elements in a full shard, which the first rank holds."""
+    """Returns the number of elements of a full-size shard, such as the first rank's."""
     return rows_per_rank(parameter, num_ranks) * parameter.shape[1:].numel()
 
 
 def _gather_buckets(
     shards: Sequence[Shard], widths: list[int], dtype: torch.dtype, room: int, stats: SyncStats
 ) -> Generator[Tensor, None, None]:
-    """Collective. Yields the long rows of all ranks in buckets [ranks, `room` columns at most].
+    """Collective. Yields the long rows of all ranks in buckets [ranks, at most `room`].
 
-    Each shard takes its width of the row. A bucket is valid until the next one is drawn."""
+    `widths` has the number of elements that each shard takes in the row, with its padding. A bucket
+    is valid until the next one is drawn."""
     parameter = shards[0].parameter
     group = shard_group(parameter)
     rank = dist.get_rank(group)
@@ -142,7 +147,8 @@ def _gather_buckets(
     works: list[dist.Work] = []
 
     def start_bucket(number: int) -> Tensor:
-        """Fills this rank's row of a bucket, and starts its all-gather."""
+        """Fills this rank's row of bucket `number`, starts the all-gather, and returns the
+        bucket."""
         columns = min(room, total - number * room)
         bucket = buffers[number % 2][: num_ranks * columns].view(num_ranks, columns)
         row.fill(bucket[rank])
@@ -156,39 +162,43 @@ def _gather_buckets(
         for number in range(num_buckets):
             wait_for(works)
             bucket = next_bucket
-            # Started before the copies out of this bucket, so that they overlap.
+            # Start the next all-gather first, so that it overlaps with the copies out of `bucket`.
             if number + 1 < num_buckets:
                 next_bucket = start_bucket(number + 1)
             yield bucket
     finally:
-        # If the receiver failed, an all-gather is still on its way. Wait for it: the next gather
-        # would take its messages for its own. If another rank is gone, this raises; the receiver's
-        # error matters more.
+        # If the caller failed, an all-gather is still in flight. Wait for it, or the next gather
+        # would receive its messages. If another rank is gone, the wait raises RuntimeError, which
+        # must not hide the caller's error.
         with suppress(RuntimeError):
             wait_for(works)
 
 
 class _ShardRow:
-    """Reads this rank's shards end to end, one at a time, each padded to full size."""
+    """This rank's long row: its shards end to end, each padded to full size.
+
+    Shards are computed one at a time, as `fill` reads the row from start to end."""
 
     def __init__(self, shards: Iterable[Shard], widths: list[int]) -> None:
         self._shards = zip(shards, widths, strict=True)
         # The values of the current shard that were not written yet.
         self._unread = torch.empty(0)
-        # The number of these values and of the shard's padding.
+        # Number of elements of the current shard, padding included, that were not written yet.
         self._num_unread = 0
 
     def fill(self, out: Tensor) -> None:
-        """Writes the next `len(out)` elements, rounded to its dtype. Padding is not written."""
+        """Writes the row's next `len(out)` elements into `out`, rounded to its dtype.
+
+        Places of padding are skipped."""
         while len(out):
             if not self._num_unread:
-                # The memory of this shard must be free before the next one is made.
+                # Free this shard's values before the next shard's are computed.
                 self._unread = torch.empty(0)
                 shard, self._num_unread = next(self._shards)
                 self._unread = _local_values(shard)
             count = min(len(out), self._num_unread)
             num_values = min(len(self._unread), count)
-            # No local name for the shard: it would keep it alive.
+            # A local name for `self._unread` would keep the shard's memory alive.
             out[:num_values].copy_(self._unread[:num_values])
             out = out[count:]
             self._unread = self._unread[count:]

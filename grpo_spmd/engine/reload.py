@@ -1,7 +1,7 @@
-"""Brings new weights into vLLM by its own means: all weights by its reload, or adapters alone.
+"""Brings new weights into vLLM with vLLM's own functions: all weights, or LoRA adapters alone.
 
-A reload sends every weight through vLLM's loader. An adapter is a pair of LoRA tensors, A and B,
-for one layer."""
+A reload sends weights through vLLM's loader. An adapter is a pair of LoRA matrices, A and B, for
+one layer."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ from grpo_spmd.model.lora import hf_name
 
 
 class WeightReload:
-    """Reloads all weights by vLLM, mends the packed weights on a CPU, and reports missing ones."""
+    """Reloads weights with vLLM's loader, and raises an error if a parameter got no new values.
+
+    On a CPU it also works around vLLM's mistakes with packed weights."""
 
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
         self._llm = llm
         self._model = model
         self._on_cpu = on_cpu
-        # Names of the parameters that the last reload covered. None if the model does not say.
+        # Names of the parameters that the last reload loaded. None if the model does not say.
         self._loaded: set[str] | None = None
         load_weights = model.load_weights
 
@@ -34,9 +36,9 @@ class WeightReload:
             self._loaded = None if loaded is None else set(loaded)
             return loaded
 
-        # vLLM only logs a warning for a parameter that an update does not cover, so the names that
-        # it covers are recorded here. The same warning would come at each sync for modules without
-        # weights of their own, such as a tied lm_head.
+        # If a reload lacks a parameter, vLLM only logs a warning. Record the loaded names instead,
+        # and check them after each reload. Suppress the warning: it would also come at each sync
+        # for modules without weights of their own, such as a tied lm_head.
         model.load_weights = recording
         logging.getLogger("vllm.model_executor.model_loader.reload.layerwise").addFilter(
             lambda record: "Failed to load weights" not in record.getMessage()
@@ -45,9 +47,10 @@ class WeightReload:
     def __call__(
         self, weights: Iterable[tuple[str, Tensor]], covered: Collection[str] = ()
     ) -> None:
-        """Collective over the engine's ranks. Replaces every weight that is not in `covered`.
+        """Collective over the engine's ranks. Replaces every weight whose name is not in `covered`.
 
-        Raises EngineStateError if one was not replaced."""
+        `weights` yields (name in the checkpoint, full tensor) pairs. Raises EngineStateError if a
+        weight was not replaced, ConfigError if vLLM's loader cannot take the tensors."""
         names = {hf_name(name) for name, _ in self._model.named_parameters()}.difference(covered)
         if not names:
             return
@@ -62,7 +65,7 @@ class WeightReload:
             KeyError,
             ValueError,
         )
-        # The engine's workers are in this process, so that this model is theirs.
+        # The engine's worker runs in this process, so `self._model` is the model that it reloads.
         with errors, _base_layers_alone(self._model):
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
         if self._on_cpu:
@@ -81,10 +84,11 @@ class WeightReload:
 
 
 def before_reload_on_cpu(model: nn.Module) -> None:
-    """Takes the kernels off the experts.
+    """Removes the kernels of experts, so that vLLM makes them again after the reload.
 
-    vLLM packs experts for a CPU only while their kernel is being made (0.32:
-    UnquantizedFusedMoEMethod._setup_kernel), and would read the new weights as packed ones."""
+    On a CPU vLLM packs experts only when it makes their kernel (0.32:
+    UnquantizedFusedMoEMethod._setup_kernel). An old kernel would read the new weights, which are
+    plain, as packed ones."""
     module: Any
     for module in model.modules():
         if hasattr(module, "w13_weight"):
@@ -93,9 +97,10 @@ def before_reload_on_cpu(model: nn.Module) -> None:
 
 @contextmanager
 def _base_layers_alone(model: Any) -> Iterator[None]:
-    """Puts each layer that vLLM wrapped for LoRA in the place of its wrapper.
+    """Replaces vLLM's LoRA wrappers by the layers that they wrap, until the block ends.
 
-    0.26 looks for the wrapper's own weights and finds none; later versions ask the layer inside."""
+    In vLLM 0.26 the loader looks for weights in the wrapper itself and finds none. Later versions
+    look in the wrapped layer."""
     manager = getattr(model, "lora_manager", None)
     wrappers = dict(manager.modules) if manager is not None else {}
     for name, wrapper in wrappers.items():
@@ -108,10 +113,10 @@ def _base_layers_alone(model: Any) -> Iterator[None]:
 
 
 def after_reload_on_cpu(model: nn.Module) -> None:
-    """Packs a tied lm_head again.
+    """Packs the weight of a tied lm_head again.
 
-    It gets no weights of its own, so that its packed copy is the old one (0.28 to 0.32: wrong by
-    1 nat, no message)."""
+    A reload brings no tensor for a tied lm_head, so vLLM keeps its old packed copy (0.28 to 0.32:
+    logprobs are wrong by 1 nat, without a message)."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():
@@ -123,21 +128,24 @@ _ADAPTER_ID = 1
 
 
 class EngineAdapters:
-    """Replaces the one LoRA adapter of an engine whose base weights stay. No file is written."""
+    """Replaces the LoRA adapters of an engine that keeps its base weights. No file is written.
+
+    To vLLM they are one adapter, which has A and B for many layers."""
 
     def __init__(self, model: Any, rank: int) -> None:
         from vllm.lora.request import LoRARequest
 
         self._model = model
         self._rank = rank
-        # HF names of the layers that were given an adapter.
+        # HF names of the layers that have an adapter now.
         self._layers: set[str] = set()
-        # The folder does not exist. vLLM would only look for it if a request came before the
-        # adapter was loaded, and would fail.
+        # The path does not exist. vLLM would look for it only if a request came before the adapter
+        # is loaded, and would then fail.
         self.request = LoRARequest("policy", _ADAPTER_ID, "/handed-over-in-memory")
 
     def load(self, adapters: Mapping[str, Tensor]) -> None:
-        """Replaces the LoRA adapter by the A and B matrices of all its layers, by tensor name.
+        """Replaces all adapters with `adapters`: the matrices LAYER.lora_A.weight and
+        LAYER.lora_B.weight by name.
 
         The caller checks the engine's state. Raises EngineStateError if the engine has no layer for
         a matrix."""
@@ -147,8 +155,8 @@ class EngineAdapters:
         self.drop()
         suffix = ".lora_A.weight"
         layers = {name.removesuffix(suffix) for name in adapters if name.endswith(suffix)}
-        # B includes the factor alpha / rank. vLLM would multiply by alpha / rank in place: give it
-        # equal numbers.
+        # B already includes the factor alpha / rank. vLLM would multiply B by that factor in place:
+        # pass the rank as alpha, so that vLLM's factor is 1.
         weights = {
             layer: LoRALayerWeights(
                 layer,
@@ -161,7 +169,7 @@ class EngineAdapters:
         }
         self._model.lora_manager.add_adapter(LoRAModel(_ADAPTER_ID, self._rank, weights))
         self._model.lora_manager.activate_adapter(_ADAPTER_ID)
-        # vLLM silently ignores an adapter with an unknown name: look at what its layers now hold.
+        # vLLM silently ignores an adapter of an unknown layer: check which ones its layers hold.
         self._layers = layers
         missing = sorted(adapters.keys() - {tensor.engine_name for tensor in self.tensors()})
         if missing:
@@ -171,12 +179,12 @@ class EngineAdapters:
             )
 
     def drop(self) -> None:
-        """Frees the copy of the adapters that vLLM keeps in addition to the one in its layers."""
+        """Removes the adapters, including the copy that vLLM keeps besides those in its layers."""
         self._layers = set()
         self._model.lora_manager.remove_adapter(_ADAPTER_ID)
 
     def tensors(self) -> list[EngineTensor]:
-        """Returns this rank's adapter tensors, by the policy's names.
+        """Returns descriptions of this rank's adapter tensors, under the policy's names.
 
-        It leaves out layers that were given no adapter."""
+        Layers that have no adapter are left out."""
         return adapter_tensors(self._model, self._rank, self._layers)

@@ -1,8 +1,9 @@
 """Defines what callers ask of the engines, and deals the work out to them. Imports no vllm.
 
-A conversation is a request, or several in turn, each with the completions before it in its prompt.
-A job is a group of conversations that one engine samples. A late request is the next request of a
-conversation that is not known yet when the completion before it is finished, as when a tool runs.
+A conversation is one request, or several in turn, where each prompt contains the completions
+before. A job is a group of conversations that one engine samples. If the next request of a
+conversation is not known yet when its last completion is finished, for instance because a tool
+still runs, it is called a late request.
 """
 
 from __future__ import annotations
@@ -22,28 +23,28 @@ from grpo_spmd.records import Completion, Prompt
 
 
 class EngineStateError(RuntimeError):
-    """Says that the engine would have answered from stale or missing weights."""
+    """Raised if going on would give wrong completions: weights are stale or missing, requests still
+    run, or the ranks of an engine were given different requests."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """Asks for one completion."""
+    """Asks an engine for one completion."""
 
     prompt_ids: list[int]
     seed: int | None
-    """None for greedy decoding, which draws nothing."""
+    """None for greedy decoding, which uses no random numbers."""
     temperature: float | None = None
     """0 for greedy decoding. None stands for `rollout.temperature`."""
     max_tokens: int | None = None
-    """Upper bound, at least 1. None stands for `rollout.max_completion_tokens`, which also bounds
-    every rollout."""
+    """Upper bound on the completion's tokens, at least 1. None stands for
+    `rollout.max_completion_tokens`, which a rollout never exceeds."""
     is_rollout: bool = True
-    """False if nobody trains on the completion.
-
-    Then only `max_tokens` bounds it, and it has no logprobs."""
+    """True if the policy trains on the completion. False: it gets no logprobs, and `max_tokens` may
+    be larger than `rollout.max_completion_tokens`."""
     top_p: float = 1.0
     ends_at_stops: bool = True
-    """True if `rollout.stop` ends it too."""
+    """True if the strings in `rollout.stop` end the completion, as stop tokens always do."""
 
 
 def policy_request(
@@ -52,9 +53,9 @@ def policy_request(
     evaluation: EvalConfig | None,
     max_tokens: int | None = None,
 ) -> Request:
-    """Returns the request of a rollout, or of an evaluation with these settings.
+    """Returns the request for a rollout or, if `evaluation` is given, for an evaluation.
 
-    Nobody reads the logprobs of an evaluation."""
+    Evaluations ask for no logprobs."""
     if evaluation is None:
         return Request(prompt_ids, seed, max_tokens=max_tokens)
     temperature, top_p = evaluation.temperature, evaluation.top_p
@@ -63,81 +64,85 @@ def policy_request(
 
 @dataclass(frozen=True)
 class Later:
-    """Stands for a request while the next request of a conversation is not known."""
+    """Returned in place of a conversation's next request while that is not known yet."""
 
 
 LATER = Later()
-ConversationId = tuple[int, int]  # job, number within the job
+ConversationId = tuple[int, int]  # (job, number of the conversation within the job)
 NextRequest = Callable[[int, int, Sequence[Completion]], Request | Later | None]
-# The prompt of a conversation, and the function that returns the seed of each of its turns.
+# (the prompt of a conversation, the function that returns the seed of each of its turns)
 EpisodeTask = tuple[Prompt, Callable[..., int]]
 OnCompletion = Callable[[int, int, Completion], None]
 
 
 class LateRequests(Protocol):
-    """Brings late requests. Only the first rank of each engine calls it."""
+    """The source of late requests. Only the first rank of each engine calls `ready`."""
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
-        """Returns (conversation, request) for the requests that are known now, each once.
+        """Returns the late requests that are known now, each once, as (conversation, request).
 
-        The request is None if the conversation is over. If none is known, it waits at most
-        `timeout_s` for the first."""
+        The request is None if the conversation is over. If no request is known, waits up to
+        `timeout_s` seconds for the first."""
 
 
 class EarlyStop(Protocol):
-    """Ends a generation before all of its jobs are finished."""
+    """Decides when a generation may end before all of its jobs are finished."""
 
     def is_over(self) -> bool:
-        """Returns True once enough jobs are finished over all engines. It stays True.
+        """Returns True once enough jobs are finished over all engines, and from then on.
 
-        It never waits for other engines."""
+        Must not wait for other engines."""
 
     def drop(self, num_tokens: Sequence[int], /) -> None:
-        """Takes note of the number of tokens of each conversation that this engine drops."""
+        """Called when this engine drops its unfinished conversations, with the number of sampled
+        tokens of each."""
 
 
 @dataclass(frozen=True)
 class GenerationHooks:
-    """Holds the functions that a generation calls while it runs."""
+    """The functions that a generation calls while it runs."""
 
     next_request: NextRequest
-    """`next_request(job, number within the job, completions of this conversation so far)` returns
-    the next request, None if the conversation is over, or LATER. Equal on all ranks of an engine.
-    After LATER the other conversations go on, and `late_requests` brings the request."""
+    """Called as next_request(job, number within the job, the conversation's completions so far).
+    Returns the conversation's next request, None if it is over, or LATER; the same on all ranks of
+    an engine. After LATER the other conversations go on, and `late_requests` brings the request."""
     on_completion: OnCompletion | None = None
     """Called with (job, number within the job, completion) as soon as a completion is finished, on
     all ranks of the engine."""
     late_requests: LateRequests | None = None
-    """Given on all ranks of an engine or on none."""
+    """Given on all ranks of an engine or on none of them."""
     early_stop: EarlyStop | None = None
-    """Given on all ranks or on none. Unfinished jobs are then dropped and not returned."""
+    """Given on all ranks or on none. Jobs that are unfinished when it ends the generation are
+    dropped and not returned."""
     before_step: Callable[[], None] | None = None
     """Called before each step of the engine."""
 
 
 class JobSchedule(NamedTuple):
-    """Says which engine gets which jobs. All ranks compute the same from the same arguments."""
+    """Says which engine gets which jobs. All ranks compute the same schedule."""
 
     dealt: list[list[int]]
-    """The jobs that each engine gets at the start."""
+    """The jobs with which each engine starts, by engine."""
     queued: list[int]
-    """The other jobs, in the order in which engines claim them."""
+    """The remaining jobs, in the order in which engines claim them."""
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """Says how much vLLM runs at once in an engine, equal on all ranks."""
+    """How much one engine can run at a time: the minimum over all engines, equal on all ranks."""
 
     max_num_seqs: int
+    """The most requests that vLLM runs at a time."""
     kv_cache_tokens: int
+    """The number of tokens for which the KV cache has room."""
 
     def num_requests(self, expected_tokens: Sequence[float] | None) -> int:
-        """Returns how many requests run at once, by the expected tokens of a completion of each
-        job.
+        """Returns how many requests an engine can run at a time.
 
-        While it runs, a completion takes half of its length in the cache, on average: by its whole
-        length an engine would start with a batch that is too small. Its prompt is not counted,
-        which a group shares. Without lengths `max_num_seqs` alone counts."""
+        `expected_tokens` has the expected length of a completion of each job. On average over the
+        time that it runs, a completion takes cache room for half of its length; counting the whole
+        length would make the first batch too small. The prompt is not counted, since the requests
+        of a group share it. Without `expected_tokens` the result is `max_num_seqs`."""
         mean_tokens = fmean(expected_tokens or [0])
         if not mean_tokens:
             return self.max_num_seqs
@@ -147,12 +152,15 @@ class Capacity:
 def share_out(
     num_jobs: int, job_size: int, num_engines: int, num_at_once: int | None
 ) -> tuple[int, int]:
-    """Returns two upper bounds for an engine: requests in flight, and jobs at the start.
+    """Returns (max_in_flight, num_dealt), two bounds that hold for each engine.
+
+    An engine with fewer than `max_in_flight` open conversations claims a queued job. It starts with
+    at most `num_dealt` jobs.
 
     `job_size` is the number of conversations of the largest job, `num_at_once` the number of
-    requests that vLLM runs at once. An engine with fewer requests in flight claims a queued job. Up
-    to `job_size` - 1 of its requests then wait in vLLM, so that it never runs out of work. If
-    `num_at_once` is None, all jobs are dealt at the start."""
+    requests that vLLM runs at a time. An engine that has just claimed a job may have up to
+    `job_size` - 1 requests waiting in vLLM, so that it does not run out of work. If `num_at_once`
+    is None, all jobs are dealt at the start."""
     fair_share = -(-num_jobs // num_engines)
     if num_at_once is None:
         return fair_share * job_size, fair_share
@@ -166,11 +174,13 @@ def deal(
     num_dealt: int,
     num_engines: int,
 ) -> JobSchedule:
-    """Returns which engine starts with which jobs. No engine gets more than `num_dealt` of them.
+    """Returns which engine starts with which jobs (at most `num_dealt` each), and the queue of the
+    others.
 
-    Without `expected_tokens` (tokens of one completion, by job) jobs go to engines in turn. With
-    it the longest jobs start first, so that no engine starts a long job last. Each goes to the
-    engine with the fewest expected tokens so far. Ties keep their order."""
+    Without `expected_tokens` (the expected length of a completion, by job) jobs go to the engines
+    in turn. With it the jobs with the longest completions come first, so that no engine starts a
+    long job at the end. Each dealt job goes to the engine with the fewest expected tokens so far.
+    Equally long jobs keep their order."""
     num_jobs = len(job_sizes)
     num_first = min(num_dealt * num_engines, num_jobs)
     expected = expected_tokens or [0.0] * num_jobs
@@ -187,29 +197,31 @@ def deal(
     return JobSchedule(dealt, longest_first[num_first:])
 
 
-# Seconds that an engine with nothing to run waits for a late request. After that it looks whether
-# it should stop.
+# Seconds that an engine without running requests waits for a late request before it checks again
+# whether to abort or to end early.
 LATE_REQUESTS_WAIT_S = 0.5
 
 
 class Conversations:
-    """Keeps the conversations of one engine in a generation: which run, which wait, which are over.
+    """The state of one engine's conversations in a generation.
 
-    Each rank of the engine holds a copy and takes the same steps. Late requests arrive on the
-    engine's first rank, which sends them to the others."""
+    A conversation runs while vLLM works on its request, waits while its next request is late, or is
+    over. Each rank of the engine holds a copy of this state and makes the same changes to it. Late
+    requests arrive on the engine's first rank, which sends them to the others."""
 
     def __init__(
         self, hooks: GenerationHooks, group: dist.ProcessGroup | None, engine_rank: int
     ) -> None:
-        """`group` has the ranks of the engine. It is None if the engine has a single rank."""
+        """`group` has the ranks of the engine; None if the engine has a single rank."""
         self._hooks = hooks
         self._group = group
         self._engine_rank = engine_rank
         self._request_ids = map(str, itertools.count())
         self.completions: dict[ConversationId, list[Completion]] = {}
-        """The completions of each conversation that was started, one a turn."""
+        """The completions so far of each started conversation, one for each turn."""
         self.running: dict[str, ConversationId] = {}
-        """Conversations by request id, in the order in which vLLM got the requests."""
+        """The running conversations by request id, in the order in which vLLM got the requests."""
+        # The conversations whose next request is late.
         self._waiting: set[ConversationId] = set()
 
     @property
@@ -218,18 +230,24 @@ class Conversations:
         return len(self.running) + len(self._waiting)
 
     def advance(self, ids: Iterable[ConversationId]) -> list[tuple[str, Request]]:
-        """Collective over the engine's ranks. Returns the next requests of these conversations.
+        """Collective over the engine's ranks. Asks the hook for the next requests of conversations
+        that are new or have a new completion.
 
-        The conversations are new or have a new completion. Raises EngineStateError on all ranks
-        if `next_request` returned different requests on them."""
-        answers = [
+        Returns (request id, request) pairs for vLLM; a conversation that is over or must wait has
+        none. Raises EngineStateError on all ranks of the engine if `next_request` returned
+        different requests on them."""
+        next_requests = [
             (id_, self._hooks.next_request(*id_, self.completions.setdefault(id_, [])))
             for id_ in ids
         ]
         late = self._hooks.late_requests
-        # With late requests the end of a conversation (None) must also be equal on all ranks.
-        compared = [answer for _, answer in answers if answer is not None or late is not None]
-        # Each rank samples by itself: different requests would give garbage, or hang.
+        # With late requests, ranks that disagree about a conversation's end (None) would hang: then
+        # compare the Nones too.
+        compared = [
+            request for _, request in next_requests if request is not None or late is not None
+        ]
+        # Each rank adds requests to its own scheduler: different requests would make the ranks
+        # compute garbage, or hang.
         if compared and self._group is not None:
             ranks = find_differing_ranks(repr(compared).encode(), self._group)
             if ranks:
@@ -237,14 +255,18 @@ class Conversations:
                     f"generate: ranks {ranks} of engine {self._engine_rank} were given other "
                     "requests than its first rank"
                 )
-        self._waiting |= {id_ for id_, answer in answers if isinstance(answer, Later)}
-        return self._start((id_, answer) for id_, answer in answers if isinstance(answer, Request))
+        self._waiting |= {id_ for id_, request in next_requests if isinstance(request, Later)}
+        return self._start(
+            (id_, request) for id_, request in next_requests if isinstance(request, Request)
+        )
 
     def take_late_requests(self) -> list[tuple[str, Request]]:
-        """Collective over the engine's ranks. Returns the requests that arrived for conversations.
+        """Collective over the engine's ranks. Returns the late requests that have arrived, as
+        (request id, request) pairs.
 
-        If no request runs, it waits for the first. Raises EngineStateError on all ranks if one came
-        for a conversation that does not wait. Errors of `ready` are raised on all ranks too."""
+        If no request runs, waits up to LATE_REQUESTS_WAIT_S for the first. Raises EngineStateError
+        on all ranks if a request came for a conversation that does not wait for one. An error that
+        `LateRequests.ready` raises is raised on all ranks too."""
         if not self._waiting:
             return []
         late = self._hooks.late_requests
@@ -267,14 +289,14 @@ class Conversations:
         for id_, _ in arrived:
             if id_ not in self._waiting:
                 raise EngineStateError(
-                    f"generate: an answer for conversation {id_}, which does not wait for one"
+                    f"generate: a request for conversation {id_}, which does not wait for one"
                 )
             self._waiting.remove(id_)
         return self._start((id_, request) for id_, request in arrived if request is not None)
 
     def end_turn(self, request_id: str, completion: Completion) -> ConversationId:
-        """Adds the completion to the conversation that asked for it, as the end of the turn, and
-        returns that conversation's id."""
+        """Adds the completion of a finished request to its conversation. Returns the
+        conversation's id."""
         id_ = self.running.pop(request_id)
         self.completions[id_].append(completion)
         return id_
@@ -285,14 +307,15 @@ class Conversations:
         return {id_: turns for id_, turns in self.completions.items() if id_ not in unfinished}
 
     def num_tokens(self, num_running: Iterable[int]) -> list[int]:
-        """Returns the sampled tokens of each conversation that runs or waits.
+        """Returns the number of sampled tokens of each conversation that runs or waits.
 
-        `num_running` has the tokens of the running requests, in their order."""
+        `num_running` has the number of tokens sampled so far for each running request, in the order
+        of `running`."""
         totals = {
             id_: sum(len(turn.token_ids) for turn in turns)
             for id_, turns in self.completions.items()
         }
-        # vLLM's counts cover the current turn only. The totals have the turns before it.
+        # vLLM's counts cover the current turn only; `totals` has the turns before it.
         running = zip(self.running.values(), num_running, strict=True)
         return [
             *(totals[id_] + tokens for id_, tokens in running),
@@ -302,7 +325,8 @@ class Conversations:
     def _start(
         self, requests: Iterable[tuple[ConversationId, Request]]
     ) -> list[tuple[str, Request]]:
-        """Returns (request id, request), with a new id for each request, which runs from now on."""
+        """Gives each request a new id, and lists it in `running`. Returns (request id, request)
+        pairs."""
         started = []
         for id_, request in requests:
             request_id = next(self._request_ids)

@@ -1,11 +1,12 @@
 """Proves that every engine holds the policy's weights.
 
 A fingerprint is 8 bytes that stand for one row of a tensor. Every rank computes the fingerprints of
-its FSDP shards. One gather brings them to all ranks, and each engine rank compares them with the
-fingerprints of the rows that it holds. No rank needs a full copy of a tensor.
+its FSDP shards. One gather sends them to all ranks, and each rank compares them with the
+fingerprints of the rows in its part of the engine. No rank needs a full copy of a tensor.
 
 A fingerprint is either a hash of the row's bytes or, if the engine stores the row packed, the row's
-product with a random vector, the probe. A hash of all weights is made of the hashes of rows.
+product with a random vector, called the probe. This module also combines the hashes of rows to a
+hash of all weights.
 """
 
 from __future__ import annotations
@@ -37,29 +38,33 @@ from grpo_spmd.model.sharding import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-# Differences that an error describes.
+# Number of differences that an error message describes.
 _MAX_DESCRIBED = 8
 
 
 class WeightProofError(RuntimeError):
-    """Says that an engine does not hold the policy's weights."""
+    """Raised if an engine does not hold the policy's weights."""
 
-    # The report of a failure prints the message alone, without a traceback.
+    # The failure report then prints the message alone, without a traceback.
     says_all = True
 
 
 @dataclass(frozen=True)
 class _View:
-    """Describes one way to fingerprint the rows of an HF tensor."""
+    """Describes one way to fingerprint the rows of an HF tensor.
+
+    The policy's side computes the fingerprints of each view that some engine tensor needs."""
 
     name: str
+    """Name of the HF tensor."""
     by_probe: bool
     """True: products with a random vector. False: a hash of the bytes."""
     num_slices: int
-    """Number of equal slices of the columns, each with a fingerprint of its own."""
+    """Number of equal slices of the columns. Each row has one fingerprint for each slice, since a
+    rank of a tensor-parallel engine may hold only one slice."""
     gate_up: str | None = None
-    """For packed experts, whose products are those of whole experts: the name of the tensor that
-    they apply first."""
+    """Only for `down_proj` of packed experts, which the engine can only apply as whole experts: the
+    name of their `gate_up_proj`."""
 
 
 @torch.no_grad()
@@ -68,15 +73,17 @@ def prove_weights(
 ) -> float:
     """Collective. Compares every engine's weights with the policy's. Returns the seconds it took.
 
-    Weights are compared in the engine's dtype. If the engine's layout is plain, a 64-bit hash of
-    each row is compared, which one flipped bit changes. If the engine packs its weights, its own
-    layer is applied to a random vector, another one at each step, and the products are compared
-    within their rounding (`matches`). `is_first`: log how the tensors were compared. Raises
-    Rank0Error on every rank, which names the tensors that differ, on which ranks, and how."""
+    Weights are compared in the engine's dtype. Where the engine stores rows plainly, 64-bit hashes
+    of the rows are compared, which any single flipped bit changes. Where the engine packs a weight,
+    its own layer is applied to a random vector, a new one at each step, and the products are
+    compared within the rounding error (`matches`). With `is_first` it is logged how the tensors
+    were compared. Raises Rank0Error on every rank if weights differ; its message names the tensors
+    and the ranks."""
     start = time.perf_counter()
     shards = _expected_shards(policy, engine)
     parameters = {name: shard.parameter for name, shard in shards.items()}
     tensors = engine.tensors(shards, policy.saved)
+    # Tensors of unknown layout are not compared; the first proof names them in a warning.
     known_tensors = [tensor for tensor in tensors if fits(tensor, parameters)]
     views = list(
         dict.fromkeys(
@@ -94,14 +101,14 @@ def prove_weights(
     in_policy = constants(policy.model)
     for name, values in engine.constants().items():
         if not torch.equal(values, in_policy[name]):
-            differences[name] = "it is another constant"
+            differences[name] = "the constants differ"
     if engine.takes_adapters:
         in_engine = {tensor_part.name for tensor in tensors for tensor_part in tensor.parts}
         for name, _ in named_adapters(policy.model):
             if name not in in_engine:
-                differences[name] = "the engine was not given it"
-    # No other check sees that replicas have drifted apart. Products depend on the order of sums,
-    # so only hashes count.
+                differences[name] = "it is missing in the engine"
+    # Only this check detects replicas of the policy that have drifted apart. Products depend on the
+    # order of summation and may differ between equal replicas, so compare the hashes alone.
     digest = sum(int(rows.sum()) for view, rows in expected.items() if not view.by_probe)
     on_rank0(lambda digests: _raise_if_replicas_differ(digests, step), digest)
     num_names = len(_names(views)) + len(in_policy)
@@ -122,7 +129,8 @@ def _log_proof(
     unknown: set[str],
     num_constants: int,
 ) -> None:
-    """Logs how many tensors were compared how, and warns of those that could not be compared."""
+    """Logs how many tensors were compared by hash and by probe, and warns of tensors that could not
+    be compared."""
     names = _names(views)
     probed = _names(view for view in views if view.by_probe)
     _log.info(
@@ -131,7 +139,7 @@ def _log_proof(
         len(names - probed) + num_constants,
         len(probed),
     )
-    # A tied lm_head may be in the engine as the embedding alone.
+    # Compare parameters, not names: a tied lm_head may be in the engine only as the embedding.
     proved = {id(shards[name].parameter) for name in names}
     unproved = unknown | {
         name for name, shard in shards.items() if id(shard.parameter) not in proved
@@ -144,13 +152,15 @@ def _log_proof(
 
 
 def _names(views: Iterable[_View]) -> set[str]:
+    """Returns the names of all HF tensors whose rows are covered by the views."""
     return {name for view in views for name in (view.name, view.gate_up) if name is not None}
 
 
 def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
-    """Collective if adapters are merged. Returns what the engine must hold, by HF name.
+    """Collective if adapters are merged. Returns the shards that the engines must hold, by HF name.
 
-    A tied lm_head is there under its own name too, since an engine may pack it apart."""
+    A tied lm_head is listed under its own name too, since an engine may have a packed copy of
+    it."""
     by_parameter = {id(shard.parameter): shard for shard in hf_named_shards(policy)}
     parameters = base_parameters(policy.model)
     shards = {name: by_parameter[id(parameter)] for name, parameter in parameters.items()}
@@ -160,8 +170,8 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 
 
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
-    """Returns True if the HF tensors that an engine's parameter is made of are there, with the rows
-    that its parts have and as many columns as it."""
+    """Returns True if `parameters` has all HF tensors from which the engine tensor is made, and
+    their numbers of rows and columns are those that the engine tensor implies."""
     if not all(
         tensor_part.name in parameters
         and num_rows(parameters[tensor_part.name].shape) == tensor_part.num_hf_rows
@@ -169,23 +179,24 @@ def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
     ):
         return False
     columns = {num_columns(parameters[tensor_part.name].shape) for tensor_part in tensor.parts}
-    # None: vLLM has packed the values. A rank of a tensor-parallel engine may hold a slice of the
-    # columns.
+    # Packed values (None) have no shape to compare. A rank of a tensor-parallel engine may hold
+    # only a slice of the columns.
     if tensor.values is not None:
         columns.add(num_columns(tensor.values.shape) * tensor.num_column_slices)
     return len(columns) == 1
 
 
 def _view(tensor: EngineTensor, name: str) -> _View:
-    """Returns the view in which HF tensor `name` is compared with this engine tensor."""
+    """Returns the view in which the HF tensor `name` is compared with this engine tensor."""
     gate_up = tensor.gate_up.name if tensor.gate_up is not None else None
     return _View(name, tensor.values is None, tensor.num_column_slices, gate_up)
 
 
 def _coefficients(columns: int, by_probe: bool, dtype: torch.dtype, step: int) -> Tensor:
-    """Returns the factors of the columns, equal on all ranks.
+    """Returns the numbers [columns] by which the columns are multiplied, equal on all ranks.
 
-    They are odd 64-bit numbers for a hash, or a probe in `dtype`."""
+    For a hash they are odd 64-bit integers, always the same. With `by_probe` they are the probe of
+    this step: normal random numbers in `dtype`."""
     if by_probe:
         return torch.randn(columns, generator=torch.Generator().manual_seed(step)).to(dtype)
     generator = torch.Generator().manual_seed(0)
@@ -197,11 +208,12 @@ def row_fingerprints(
 ) -> Tensor:
     """Returns fingerprints [rows, num_slices], int64, of a matrix [rows, columns] cast to `dtype`.
 
-    With int64 `coefficients` [columns] a fingerprint is the sum of bits * coefficient modulo 2^64.
-    With a probe it is the product and the row's norm, two float32 in one int64."""
+    With int64 `coefficients` [columns] a fingerprint is a hash: the sum over the columns of
+    (the value's bits as an integer) * coefficient, modulo 2^64. With a probe it is the slice's
+    product with the probe and the slice's norm, two float32 in one int64."""
     fingerprints = torch.empty(len(matrix), num_slices, dtype=torch.int64, device=matrix.device)
     coefficients = coefficients.to(matrix.device)
-    # So many elements at a time are few enough to stay in a CPU's cache.
+    # Elements that are processed at a time; on a CPU few enough to stay in its cache.
     chunk_elements = 1 << 22 if matrix.is_cuda else 1 << 16
     chunk = max(1, chunk_elements // max(1, matrix.shape[1]))
     for rows, result in zip(matrix.split(chunk), fingerprints.split(chunk), strict=True):
@@ -218,11 +230,13 @@ def row_fingerprints(
 
 
 def rows_hash(name: str, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the part, int64 [], of rows of tensor `name` in a hash of all weights.
+    """Returns what some rows of tensor `name` add to the hash of all weights, int64 [].
 
-    `rows` are cast to `dtype`, and `start` is the number of the first. Parts add up modulo 2^64,
-    however the rows are dealt out. A row counts by its hash, times factors of its place and its
-    tensor. All factors are odd, so that no changed bit is lost. It is no signature."""
+    `rows` are cast to `dtype`; `start` is the index of the first of them in the tensor. The hash of
+    all weights is the sum of such parts modulo 2^64, so it does not depend on how the rows are
+    distributed over ranks. Each row adds its own hash, multiplied by a factor for its index and one
+    for the tensor's name. All factors are odd, so that a single changed bit always changes the
+    result. It does not protect against forgery, as a signature would."""
     matrix = as_matrix(rows)
     coefficients = _coefficients(matrix.shape[1], by_probe=False, dtype=dtype, step=0)
     hashes = row_fingerprints(matrix, coefficients, 1, dtype)[:, 0]
@@ -233,8 +247,9 @@ def rows_hash(name: str, start: int, rows: Tensor, dtype: torch.dtype) -> Tensor
 
 @torch.no_grad()
 def local_weights_hash(shards: Iterable[Shard], dtype: torch.dtype) -> int:
-    """Returns this rank's part of the hash of `shards`. Only the first replica has one."""
-    # All replicas hold the same weights.
+    """Returns the part of this rank's rows in the hash of all `shards`.
+
+    It is 0 on all replicas but the first, since all of them hold the same weights."""
     parts = [
         rows_hash(name, first_matrix_row(parameter), local_rows(), dtype)
         for name, parameter, local_rows in shards
@@ -244,7 +259,8 @@ def local_weights_hash(shards: Iterable[Shard], dtype: torch.dtype) -> int:
 
 
 def weights_id(local_hashes: Sequence[int]) -> str:
-    """Returns the hash of all weights, 16 hexadecimal digits, from the parts of all ranks."""
+    """Returns the hash of all weights as 16 hexadecimal digits, from the parts of all ranks
+    (`local_weights_hash`)."""
     return f"{sum(local_hashes) % 2**64:016x}"
 
 
@@ -257,16 +273,17 @@ def _gather_fingerprints(
 ) -> dict[_View, Tensor]:
     """Collective. Returns the policy's fingerprints [rows, slices] in each view.
 
-    `activation` is that of experts."""
+    `activation` is the activation function of the model's experts."""
 
     def fingerprints_of(view: _View) -> Tensor:
+        """Returns the fingerprints [rows, slices] of this rank's rows."""
         rows = shards[view.name].local_rows()
         source = shards[view.gate_up or view.name]
         columns = num_columns(source.parameter.shape)
         coefficients = _coefficients(columns, view.by_probe, dtype, step)
         if view.gate_up is None:
             return row_fingerprints(as_matrix(rows), coefficients, view.num_slices, dtype)
-        # FSDP gives a rank both matrices of its experts.
+        # Both parameters are sharded by experts, so that a rank has both matrices of its experts.
         experts = zip(source.local_rows(), rows, strict=True)
         results = [
             _expert_fingerprints(
@@ -285,7 +302,8 @@ def _gather_fingerprints(
     def local_fingerprints() -> Iterator[tuple[DTensor, Tensor]]:
         for view in views:
             parameter = shards[view.name].parameter
-            # All fingerprints of a row of the first dimension, as `gather_rows` takes them.
+            # `gather_rows` takes one row for each index of the parameter's first dimension. Such a
+            # row has the fingerprints of all matrix rows at that index.
             height = parameter.shape[1:-1].numel() * view.num_slices
             fingerprints = fingerprints_of(view)
             yield parameter, fingerprints.view(fingerprints.numel() // height, height)
@@ -305,21 +323,22 @@ def _expert_fingerprints(
     activation: Callable[[Tensor], Tensor],
     is_rounded: bool,
 ) -> Tensor:
-    """Returns fingerprints [hidden, num_slices] of one expert: what it computes of the probe.
+    """Returns fingerprints [hidden, num_slices] of one expert: its output for the probe as input.
 
-    A slice has its part of the intermediate dimension. The second number of a fingerprint is such
-    that `matches` allows the rounding of both products; an engine that `is_rounded` also rounds
-    what lies between them to bfloat16."""
+    The output is down @ (activation(gate @ probe) * (up @ probe)). Each slice has the part of this
+    sum that comes from one of `num_slices` equal parts of the intermediate dimension. In place of a
+    row's norm a fingerprint has a number so large that `matches` allows for the rounding of both
+    products. With `is_rounded` it also allows for rounding the intermediate states to bfloat16."""
     gate_rows, up_rows = gate_up.chunk(2)
     gate, up = gate_rows @ probe, up_rows @ probe
     states = (activation(gate) * up).view(num_slices, -1)
-    # The derivative of an activation is about 1 at most.
+    # Rounding errors of the states, up to a factor. The activation's slope is at most about 1.
     errors = gate_rows.norm(dim=1) * up.abs() + up_rows.norm(dim=1) * activation(gate).abs()
     rounding = 2.0**-6 / 1e-6 if is_rounded else 1.0
     errors = errors.view(num_slices, -1) + states.abs() * (rounding / probe.norm())
     rows = down.unflatten(1, (num_slices, -1))
     products = (rows * states).sum(-1)
-    # The states' errors do not depend on each other.
+    # The errors of the states are independent, so that their squares add up.
     norms = (rows * errors).norm(dim=-1)
     return torch.stack([products, norms], -1).view(torch.int64)[..., 0]
 
@@ -331,12 +350,14 @@ def _differences(
     dtype: torch.dtype,
     step: int,
 ) -> dict[str, str]:
-    """Returns a description for each HF tensor that differs in one engine parameter, by name.
+    """Compares one engine tensor with the policy. Returns a description of the difference for each
+    HF tensor in it that differs, by name.
 
-    `expected` has the policy's fingerprints in each view, `columns` is the HF tensors' number of
-    columns."""
+    `expected` has the policy's fingerprints in each view. `columns` is the length of the vector by
+    which a whole row, or for packed experts `gate_up_proj`, is multiplied."""
     coefficients = _coefficients(columns, tensor.values is None, dtype, step)
-    # An expert takes the whole probe, and splits what it makes of it.
+    # A rank that holds a slice of the columns takes the same slice of the coefficients. Not so for
+    # packed experts: they take the whole probe, and only the states inside them are split.
     if tensor.gate_up is None:
         coefficients = coefficients.chunk(tensor.num_column_slices)[tensor.column_slice]
     if tensor.product is not None:
@@ -360,25 +381,27 @@ def _differences(
 def matches(
     in_engine: Tensor, expected: Tensor, coefficients: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Returns, for each row, whether the engine's hash (int64) or product fits the fingerprint.
+    """Returns bool [rows]: whether the engine's hashes (int64) or products match the policy's
+    fingerprints `expected`.
 
-    Both sides sum a product of n terms in float32, in different order: at most 1.4e-7 of |row| *
-    |probe| was seen in 1e5 rows (oneDNN), 1e-6 is allowed. A bfloat16 result is rounded by up to
-    2^-8 of itself, twice that is allowed.
+    Hashes must be equal. Products may differ, because the engine and this module sum the same terms
+    in float32 in different order: the largest difference in 1e5 rows (oneDNN) was 1.4e-7 * |row| *
+    |probe|, and 1e-6 * |row| * |probe| is allowed. Rounding a result to bfloat16 changes it by up
+    to 2^-8 of itself; twice that is allowed.
     """
     if coefficients.dtype == torch.int64:
         return in_engine == expected
-    # The fingerprint of a product is the product and the row's norm, float32 each.
+    # The policy's fingerprint is the product and the row's norm, float32 each.
     product, row_norm = expected.contiguous().view(torch.float32).view(-1, 2).unbind(1)
     scale = row_norm * coefficients.float().norm().to(row_norm.device)
     rounding = (dtype.itemsize < 4) * 2.0**-7 * product.abs()
-    # A comparison with NaN is False: a NaN in the engine or the policy is a difference.
+    # Comparisons with NaN are False, so that a NaN in the engine or the policy does not match.
     same: Tensor = (in_engine.float() - product).abs() <= rounding + 1e-6 * scale
     return same
 
 
 def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
-    """Raises WeightProofError, on rank 0, if the ranks' digests of the weights differ."""
+    """Raises WeightProofError if the ranks' digests of the weights differ. Runs on rank 0."""
     differing = [str(rank) for rank, digest in enumerate(digests) if digest != digests[0]]
     if differing:
         raise WeightProofError(
@@ -389,7 +412,9 @@ def _raise_if_replicas_differ(digests: list[int], step: int) -> None:
 
 
 def _raise_if_different(by_rank: list[dict[str, str]], num_tensors: int, step: int) -> None:
-    """Raises WeightProofError, on rank 0, if a rank found a difference."""
+    """Raises WeightProofError if any rank found a difference. Runs on rank 0.
+
+    `by_rank` has the result of `_differences` on each rank."""
     ranks: dict[tuple[str, str], list[str]] = {}
     for rank, differences in enumerate(by_rank):
         for name_and_text in differences.items():

@@ -1,7 +1,8 @@
-"""Syncs the engine with the policy: sends the weights, and at times proves that they arrived.
+"""Syncs the engine with the policy: sends the weights, and in some steps proves that they arrived.
 
-There are two ways into the engine. vLLM's loader takes full tensors. A direct copy writes rows into
-the engine's tensors (direct_load.py), and is used once a proof has shown that its map is right.
+There are two ways into the engine. vLLM's loader takes full tensors. Direct copies write rows into
+the engine's tensors (direct_load.py); they are used once a proof has shown that the map from HF
+rows to engine rows is right.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from grpo_spmd.records import SyncStats
 
 
 class WeightSync:
-    """Brings the policy's weights into the engine, and at times proves that they arrived."""
+    """Brings the policy's weights into the engine, and in some steps proves that they arrived."""
 
     def __init__(
         self,
@@ -40,9 +41,10 @@ class WeightSync:
     ) -> None:
         """Raises ConfigError as `refuse_unsynced_tensors` does.
 
-        With `prove_every_steps` 0 only the first three syncs are proved, with None none is, and
-        then no tensor is copied directly: the map that the copies follow is proved first. With
-        `is_named` the stats have a hash of the weights, which a rollout buffer needs."""
+        If `prove_every_steps` is 0, only the first three syncs are proved (where tensors are never
+        copied directly, only the first and the third). If it is None, no sync is proved, and
+        therefore no tensor is copied directly. If `is_named`, the statistics of each sync have a
+        hash of the weights (`weights_id`), which a rollout buffer needs."""
         refuse_unsynced_tensors(policy, engine)
         self._policy = policy
         self._engine = engine
@@ -51,31 +53,35 @@ class WeightSync:
         self._schedule = ProofSchedule(prove_every_steps) if prove_every_steps is not None else None
         self._is_named = is_named
         self._has_proved = False
+        # None until a proof has shown that the map is right, and where nothing can be copied.
         self._direct: DirectLoad | None = None
+        # False: `_direct` is new, and the next sync, its first, must be proved.
         self._direct_is_proved = True
-        # The steps at which a proof is due alternate between vLLM's loader and direct copies, so
-        # that both stay proved.
+        # True: the next due proof uses weights that all came through vLLM's loader. Due proofs
+        # alternate between the loader and direct copies, so that both ways are proved regularly.
         self._loader_is_due = True
-        # This rank's part of the hash of the last weights that were sent. A base that stays in the
-        # engine is sent once, and the adapters' part is added at each sync.
+        # This rank's part of the hash of the weights that were last sent without adapters. If the
+        # base stays in the engine it is sent once, and each sync adds the adapters' part.
         self._base_hash = 0
 
     def sync(self, step: int) -> SyncStats:
         """Collective. Wakes the engine with exactly the policy's weights, as version `step`.
 
         The engine's caches are empty afterwards. An engine that takes adapters alone gets the base
-        once, since it sleeps at level 1, which keeps the weights. `offload` moves the optimizer and
-        the other models out before the sync, and the policy after it. Returns what was sent.
+        weights only once, since its sleep (level 1) keeps them. With `offload` the optimizer and
+        the other models are moved to host memory before the sync, and the policy after it. Returns
+        the statistics of what was sent.
 
-        The proof runs in the first and the third step of a process, and if `step` is a multiple of
-        `prove_every_steps`, before the KV cache takes the room that it needs. The weights of the
-        first proof came through vLLM's loader, which does not use our map. The next sync copies
-        directly, by the map that was proved right, and is proved too. The following ones copy
-        directly without a proof. The steps at which a proof is due alternate: one proves the
-        weights as the direct copies of all earlier steps left them, the next as vLLM's loader
-        brings them.
+        A proof is due in the first and the third step of a process and in each step that is a
+        multiple of `prove_every_steps`. It runs before the KV cache is allocated, which would take
+        the memory that the proof needs. The weights of the first proof came through vLLM's loader,
+        which does not use our map from HF rows to engine rows; if they match by the map, the map is
+        right. The next sync copies directly and is proved too, due or not. Later syncs copy
+        directly, without a proof unless one is due. Due proofs alternate: one proves the weights
+        that direct copies left in the engine, the next sends all weights through vLLM's loader and
+        proves these.
 
-        Raises EngineStateError if an engine parameter was not covered. Raises Rank0Error on every
+        Raises EngineStateError if an engine parameter got no new values. Raises Rank0Error on every
         rank if an engine holds other weights than the policy.
         """
         policy = self._policy
@@ -87,8 +93,8 @@ class WeightSync:
         is_due = self._schedule is not None and self._schedule.is_due(step)
         direct = None if is_due and self._loader_is_due else self._direct
         if engine.needs_weights:
-            # A base that stays is not counted in the stats: a new process sends it once more, and
-            # would otherwise report other numbers than a process that runs on.
+            # Do not count a base that is sent only once: a resumed run sends it again, and would
+            # otherwise report other numbers than a run without interruption.
             base_stats = SyncStats() if engine.takes_adapters else stats
             self._base_hash = self._send(step, base_stats, direct)
         local_hash = self._base_hash
@@ -111,12 +117,13 @@ class WeightSync:
         return stats
 
     def _send(self, step: int, stats: SyncStats, direct: DirectLoad | None) -> int:
-        """Collective. Sends the whole policy: the tensors of `direct` by copies, all others by
-        vLLM's loader. Returns this rank's part of their hash.
+        """Collective. Sends the whole policy: the tensors of `direct` by direct copies, all others
+        through vLLM's loader. Returns this rank's part of the hash of the weights, 0 if unused.
 
-        Both ways read one gathered row, so that every sync has the same number of collectives."""
+        All tensors come from one `gather_pieces`, so that every sync has the same number of
+        collectives."""
         direct_names = direct.names if direct is not None else frozenset()
-        # The directly copied tensors come first in the row, since they are drawn first.
+        # Gather the directly copied tensors first, since DirectLoad draws its pieces first.
         shards = sorted(
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
@@ -124,14 +131,16 @@ class WeightSync:
         with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
             weights = chain(
                 saved_tensors(full_tensors(pieces, dtype), self._policy.saved),
-                # Every rank has them whole, and vLLM keeps them in float32 too.
+                # Every rank holds the constants whole. They are not cast: they are float32 in vLLM
+                # too.
                 constants(self._policy.model).items(),
             )
             self._engine.load_weights(weights, step, direct, pieces=pieces)
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _send_adapters(self, step: int, stats: SyncStats) -> int:
-        """Collective. Sends the adapters alone. Returns this rank's part of their hash."""
+        """Collective. Sends only the adapters. Returns this rank's part of their hash, 0 if
+        unused."""
         shards = list(adapter_shards(self._policy.model, self._policy.lora))
         adapters = gather_adapters(shards, self._engine.dtype)
         stats.bytes += sum(tensor.nbytes for tensor in adapters.values())
@@ -140,9 +149,10 @@ class WeightSync:
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _proved_direct_load(self) -> DirectLoad | None:
-        """Collective. Returns the direct copies that the map allows.
+        """Collective. Returns a DirectLoad by the map that a proof has just confirmed.
 
-        Returns None if no tensor can be copied, or if ranks would copy different tensors."""
+        Returns None if no tensor can be copied directly, if the layout of some engine tensor is not
+        known, or if the ranks would copy different tensors."""
         name_of = {id(parameter): name for name, parameter in hf_named_parameters(self._policy)}
         parameters = base_parameters(self._policy.model)
         names = {name: name_of[id(parameter)] for name, parameter in parameters.items()}
@@ -151,16 +161,18 @@ class WeightSync:
         direct = self._engine.direct_load(names, saved) if all_fit else None
         copied = "\n".join(sorted(direct.names)) if direct is not None else ""
         hash_of_names = hashlib.sha256(copied.encode()).hexdigest()
-        # The order of the gathered row depends on the names, so it must be equal on all ranks.
+        # The order in which tensors are gathered depends on these names: all ranks must have the
+        # same.
         is_same = on_rank0(lambda hashes: len(set(hashes)) == 1, hash_of_names)
         return direct if copied and is_same else None
 
 
 def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
-    """Raises ConfigError on all ranks alike if policy and engine have different tensors.
+    """Raises ConfigError, the same on all ranks, if policy and engine have different tensors.
 
-    Then the policy would train a tensor that the engine lacks, or no sync would fill one of the
-    engine's. Tensors of an unknown layout count by their rows."""
+    Otherwise the policy might train a tensor that the engine lacks, or a tensor of the engine might
+    never be filled. An engine tensor of unknown layout may hold tensors of the policy that are
+    found nowhere else, if it has enough rows for them (`refuse_unmatched_names`)."""
     parameters = base_parameters(policy.model)
     synced: set[int] = set()
     unknown: dict[str, int] = {}
@@ -177,7 +189,7 @@ def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
             f"model.path: {name}, a constant of {model_class}, is not in both the policy and "
             "vLLM's model: no sync would bring it"
         )
-    # By parameter: a tied one counts once.
+    # Keyed by parameter, so that a tied one counts once.
     missing = {
         id(p): (name, num_rows(p.shape)) for name, p in parameters.items() if id(p) not in synced
     }

@@ -1,13 +1,14 @@
 """Triton kernels for the logprobs of sampled tokens: one pass over the logits in each direction.
 
-The plain code of `logprobs.py` makes about ten passes over float32 copies of the logits forward and
-eight backward, 114 bytes of memory traffic for each bfloat16 logit. The kernels read the product of
-lm_head once forward, with an online softmax (Milakov and Gimelshein 2018), and read it once and
-write its gradient in its place once backward: 16 bytes with the matrix products. The result is the
-plain code's within rounding, which the tests hold against float64.
+The plain code of `logprobs.py` makes about ten passes over float32 copies of the logits in the
+forward pass and eight in the backward pass: 114 bytes of memory traffic for each bfloat16 logit.
+The kernels read the logits (lm_head's product) once in the forward pass, with an online softmax
+(Milakov and Gimelshein 2018). In the backward pass they read them once and overwrite them with
+their gradient. This makes 16 bytes, including the matrix products. The results equal the plain
+code's within rounding; the tests compare both with float64.
 
-This module imports triton, so it is imported where a GPU uses it and nowhere else. The tests run it
-in Triton's interpreter.
+This module imports triton, so import it only where a GPU uses it. The tests run it in Triton's
+interpreter.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from grpo_spmd.model.logprobs import (
     empty_head_gradient,
 )
 
-# Logits that a program loads at a time. A program has one row, that is one token.
+# Number of logits that a Triton program loads at a time. A program handles one row: the logits of
+# one token.
 BLOCK = 4096
 _NUM_WARPS = 8
 
 
 class FusedTokenLogprobs(torch.autograd.Function):
-    """Computes what `TokenLogprobs` computes, by the kernels below.
+    """Computes the same as `TokenLogprobs`, with the kernels below and the same arguments.
 
-    Each pass holds one [chunk, V] in the compute dtype and no float32 one. Arguments and results
-    are those of `TokenLogprobs`."""
+    Each pass holds one [chunk, V] tensor, in the compute dtype."""
 
     @staticmethod
     def forward(
@@ -55,7 +56,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Scores:
         """Returns the logprobs of `target_ids` and the entropies, float32 [C] each."""
-        # Rows: logprobs, entropies, largest logits, logs of the sums relative to these.
+        # The four numbers that `score_rows` writes for each token.
         results = hidden.new_empty(4, len(hidden), dtype=torch.float32)
         product = _product_buffer(hidden, head, chunk)
         for rows in chunks(len(hidden), chunk):
@@ -71,7 +72,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         ctx.save_for_backward(hidden, head, target_ids, results[1:])
         ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
-        # Copies: views of one tensor could not be changed in place by a caller.
+        # Copies, since autograd forbids callers to change views of one tensor in place.
         return results[0].clone(), results[1].clone()
 
     @staticmethod
@@ -100,10 +101,11 @@ class FusedTokenLogprobs(torch.autograd.Function):
 
 
 class FusedDivergence(torch.autograd.Function):
-    """Computes what `Divergence` computes for a WholeTeacher, by the kernels below.
+    """Computes the same as `Divergence` for a WholeTeacher, with the kernels below and the same
+    arguments.
 
-    Each pass holds one [chunk, V] for the policy and one for the teacher, in the compute dtype.
-    Arguments and results are those of `Divergence`."""
+    Each pass holds two [chunk, V] tensors in the compute dtype: the policy's logits and the
+    teacher's."""
 
     @staticmethod
     def forward(
@@ -117,8 +119,7 @@ class FusedDivergence(torch.autograd.Function):
         softcap: Cap = None,
     ) -> Tensor:
         """Returns the divergence at each token, float32 [C]."""
-        # Rows: divergences, largest logit and log of the sum relative to it, of the policy and of
-        # the teacher, mean log ratios.
+        # The six numbers that `compare_rows` writes for each token.
         results = hidden.new_empty(6, len(hidden), dtype=torch.float32)
         ctx.save_for_backward(hidden, head, results)
         ctx.teacher = teacher
@@ -163,7 +164,8 @@ class FusedDivergence(torch.autograd.Function):
 
 
 def _products(ctx: Any, hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields chunk by chunk the rows, and the logits [rows, V] of the policy and of the teacher."""
+    """Yields for each chunk of tokens (slice of the chunk, the policy's logits, the teacher's
+    logits), both [rows, V]. The next chunk overwrites the logits."""
     teacher = ctx.teacher
     buffer = _product_buffer(hidden, head, ctx.chunk)
     teacher_buffer = _product_buffer(teacher.hidden, teacher.head, ctx.chunk)
@@ -175,13 +177,13 @@ def _products(ctx: Any, hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, T
 
 
 def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
-    """Returns room for the logits of a chunk, [rows, V] in the compute dtype."""
+    """Returns an empty buffer for the logits of a chunk, [rows, V] in the compute dtype."""
     return hidden.new_empty(min(chunk, len(hidden)), len(head))
 
 
 def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **options: Any) -> None:
-    """Runs a kernel with one program for each row of logits [rows, V]."""
-    # The planner counts the memory of a pass over fake tensors, which have no values.
+    """Runs a kernel on `logits` [rows, V], with one program for each row."""
+    # The memory planner runs a pass over fake tensors, which have no values for a kernel.
     if isinstance(logits, FakeTensor):
         return
     rows, num_tokens = logits.shape
@@ -196,14 +198,15 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **options: Any) -> 
     )
 
 
-# Triton's kernels. `SCALING` is (temperature, soft cap or None) of a model. A program works on one
-# row of logits [rows, V]. Numbers of a row stand in columns: row k of the argument `columns` has
-# the k-th number of all rows, and is `column_length` numbers long.
+# The Triton kernels. `SCALING` is (temperature, soft cap or None) of a model. A program handles one
+# row of the logits [rows, V], that is one token. The other numbers of the tokens are in `columns`:
+# the k-th number of token i is columns[k * column_length + i].
 
 
 @triton.jit
 def _tanh(x):
-    """Returns tanh in float32. Near 0 the series, since 1 - 2 / (e^2x + 1) cancels there."""
+    """Returns tanh(x) in float32 as 1 - 2 / (e^2x + 1). Near 0, where that formula loses precision
+    by cancellation, the Taylor series is used."""
     square = x * x
     series = 17.0 / 315 - square * (62.0 / 2835)
     series = 1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * series))
@@ -212,16 +215,17 @@ def _tanh(x):
 
 @triton.jit
 def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):
-    """Returns logits over the temperature and the tanh of their soft cap, float32 [BLOCK].
+    """Loads logits at `offsets`. Returns (capped logit / temperature, tanh(logit / cap)), float32
+    [BLOCK].
 
-    Beyond the last token the logits are -inf. With a cap each operation is rounded to the compute
-    dtype, as the engine rounds it, and as `logprobs.py` does."""
+    The second result is unused without a soft cap. Offsets beyond the last token id give -inf. Each
+    operation of the cap is rounded to the compute dtype, as in the engine and in `logprobs.py`."""
     dtype = row.dtype.element_ty
     logits = tl.load(row + offsets, mask=offsets < num_tokens, other=-float("inf")).to(tl.float32)
     tanh = logits
     if SCALING[1] is not None:
         tanh = _tanh((logits / SCALING[1]).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        # The cap makes a finite number of the -inf that lies beyond the last token.
+        # The cap turned the -inf beyond the last token id into a finite number: keep the -inf.
         capped = (tanh * SCALING[1]).to(dtype).to(tl.float32)
         logits = tl.where(offsets < num_tokens, capped, logits)
     return logits / SCALING[0], tanh
@@ -237,13 +241,15 @@ def score_rows(
     SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes four numbers of each row into `columns` [4, rows].
+    """Writes four numbers for each row into `columns` [4, rows].
 
-    They are logprob, entropy, the largest z = logit / temperature, and the log of sum(exp(z -
-    largest)). The last two stay apart: their sum would be rounded by more than they are.
-    The sums are relative to the largest z so far: `total` of exp(z - largest), and `weighted`
-    of exp(z - largest) * (z - largest). When a larger one comes, both are moved to it."""
-    # In 64 bits: rows times V may pass 2^31.
+    They are the target's logprob, the entropy, the largest z = logit / temperature, and
+    log(sum(exp(z - largest))). The last two are kept apart, because rounding their sum would lose
+    more precision.
+    The loop keeps two sums that are relative to the largest z so far: `total`, the sum of
+    exp(z - largest), and `weighted`, the sum of exp(z - largest) * (z - largest). When a larger z
+    comes, both are converted to it."""
+    # 64 bits, since rows * V may exceed 2^31.
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     largest = tl.full((), -float("inf"), tl.float32)
@@ -253,13 +259,13 @@ def score_rows(
         offsets = start + tl.arange(0, BLOCK)
         scaled, _ = _load_scaled(row, offsets, num_tokens, SCALING)
         new_largest = tl.maximum(largest, tl.max(scaled, 0))
-        # While all logits are -inf there is nothing to move, and -inf - -inf would be NaN.
+        # While all logits were -inf there is nothing to convert, and -inf - -inf would be NaN.
         origin = tl.where(new_largest == -float("inf"), 0.0, new_largest)
         shift = tl.where(largest == -float("inf"), 0.0, largest - origin)
         distance = scaled - origin
         exponentials = tl.exp(distance)
         decay = tl.exp(shift)
-        # A token without probability adds 0 to the entropy: 0 * -inf would be NaN.
+        # A token of probability 0 adds 0 to the entropy, but 0 * -inf would be NaN.
         terms = tl.where(exponentials > 0.0, exponentials * distance, 0.0)
         weighted = (weighted + total * shift) * decay + tl.sum(terms, 0)
         total = total * decay + tl.sum(exponentials, 0)
@@ -282,10 +288,11 @@ def replace_logits_by_gradient(
     SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the loss's gradient by each logit in the logit's place, in the compute dtype.
+    """Overwrites each logit with the gradient of the loss with respect to it, in the compute dtype.
 
-    `columns` has the last three of `score_rows`, and the gradients by logprob and entropy.
-    d logprob / d z = onehot - p, d entropy / d z = -p * (log p + entropy), and a cap's slope is
+    `columns` [5, rows] has the last three numbers of `score_rows`, then the gradients with respect
+    to the logprob and to the entropy. With z = capped logit / temperature:
+    d logprob / d z = onehot - p, d entropy / d z = -p * (log p + entropy). The cap's derivative is
     1 - tanh^2."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
@@ -310,10 +317,10 @@ def replace_logits_by_gradient(
 
 @triton.jit
 def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the largest z = logit / temperature of a row, and the log of sum(exp(z - largest)).
+    """Returns the largest z = logit / temperature of a row, and log(sum(exp(z - largest))).
 
-    Apart, since their sum would be rounded by more than the z of a token that has nearly all of the
-    probability, where the gradient is a small difference."""
+    They are not added up, since the rounding of their sum would matter: for a token with nearly all
+    of the probability the gradient is a small difference of large numbers."""
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     for start in range(0, num_tokens, BLOCK):
@@ -330,13 +337,14 @@ def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr)
 def _log_ratios(s, t, BETA: tl.constexpr):
     """Returns s - m and t - m for the log mixture m = log(beta e^t + (1 - beta) e^s).
 
-    For beta 1 m is t, and for beta 0 these are s - t and t - s, as in `logprobs.py`. All are
-    exactly 0 where s and t are equal."""
+    `s` and `t` are the logprobs by policy and teacher. If BETA is 0 or 1 there is no mixture, and
+    the results are s - t and t - s. All are exactly 0 where s and t are equal."""
     distance = tl.where(s == t, 0.0, t - s)
     if BETA == 0.0 or BETA == 1.0:
         return -distance, distance
-    # No argument of an exponential is positive, so that nothing overflows. expm1 and log1p are
-    # computed by Kahan's quotients: Triton has neither, and 1 + x would cancel for small x.
+    # No argument of exp() is positive, so that nothing overflows. Triton has neither expm1 nor
+    # log1p, and the plain formulas would cancel for small arguments: compute both by Kahan's
+    # quotients.
     negative = -tl.abs(distance)
     power = tl.exp(negative)
     is_small = power == 1.0
@@ -352,7 +360,7 @@ def _log_ratios(s, t, BETA: tl.constexpr):
 
 @triton.jit
 def _weighted(logprobs, values):
-    """Returns exp(logprobs) * values, 0 where the probability is 0."""
+    """Returns exp(logprobs) * values, and 0 where exp(logprobs) is 0."""
     p = tl.exp(logprobs)
     return tl.where(p > 0.0, p * values, 0.0)
 
@@ -368,11 +376,11 @@ def compare_rows(
     BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes six numbers of each row into `columns` [6, rows].
+    """Writes six numbers for each row into `columns` [6, rows].
 
-    They are the divergence, what `_log_normalizer` returns for policy and teacher, and the policy's
-    mean log ratio to the mixture, which the gradient subtracts. `SCALINGS` are policy's and
-    teacher's."""
+    They are the divergence, the two results of `_log_normalizer` for the policy, the same two for
+    the teacher, and the mean over the policy's distribution of the log ratio policy / mixture,
+    which the gradient needs. `SCALINGS` are (SCALING of the policy, SCALING of the teacher)."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
@@ -417,10 +425,12 @@ def replace_logits_by_divergence_gradient(
     BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes the loss's gradient by each of the policy's logits in the logit's place.
+    """Overwrites each of the policy's logits with the gradient of the loss with respect to it.
 
-    `columns` is that of `compare_rows`, but its row 0 has the gradients by the divergences. d KL(t
-    || s) / d z = p - q, and for a mixture m it is (1 - beta) p (s - m - mean(s - m))."""
+    `columns` [6, rows] is that of `compare_rows`, but with the loss's gradients with respect to the
+    divergences in row 0. For z = capped logit / temperature and the probabilities p of the policy
+    and q of the teacher, the divergence's derivative is p - q for beta 0, p (s - t - mean(s - t))
+    for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with means over p."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens

@@ -1,4 +1,5 @@
-"""Files of a model in Hugging Face's format: tokenizer, config, stop tokens, tensors by name."""
+"""Reads files of a model in Hugging Face's format: tokenizer, config, stop tokens, and which file
+holds which tensor."""
 
 from __future__ import annotations
 
@@ -21,26 +22,27 @@ from grpo_spmd.files import (
 )
 from grpo_spmd.model.config_json import has_text_part
 
-_MAX_LINE = 300  # characters of another library's error
-# Weights as safetensors, configs, tokenizers, chat templates: nothing that is a program, or that
-# unpickles. Prefetch and run must agree on them: without network the library gives a model out only
-# if all files that are asked for are there.
+_MAX_LINE = 300  # characters of another library's error that we quote
+# The files to download: weights as safetensors, configs, tokenizers, chat templates. No programs,
+# and nothing that is unpickled. Prefetch and run must ask for the same patterns: offline,
+# huggingface_hub returns a cached model only if all requested files are there.
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
 def load_tokenizer(path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> Any:
-    """Returns the model's tokenizer, whose chat template always gets these variables.
+    """Returns the model's tokenizer. `chat_template_kwargs` are passed to its chat template at each
+    call.
 
     Raises ConfigError if it cannot be loaded.
     """
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception; a damaged file any other
+    except Exception as error:  # tokenizers raises bare Exception; a damaged file may raise any
         raise ConfigError(
             f"model.path: cannot load a tokenizer from {path}: {first_line(error)}"
         ) from None
     if chat_template_kwargs:
-        # Bound here, so that no prompt, turn or judge can be rendered without them.
+        # Bind them here, so that nobody can render a chat without them.
         tokenizer.apply_chat_template = partial(
             tokenizer.apply_chat_template, **chat_template_kwargs
         )
@@ -50,16 +52,16 @@ def load_tokenizer(path: str, chat_template_kwargs: Mapping[str, Any] | None = N
 def load_config(path: str) -> Any:
     """Returns transformers' config of the model, or of its text part if that alone trains.
 
-    Raises ConfigError if it cannot be loaded.
-    Code of the model's folder never runs: without `trust_remote_code=False` transformers would ask
-    on stdin, and a "y" there would run it."""
+    Code in the model's folder is never run. If `trust_remote_code=False` were left out,
+    transformers would ask on stdin whether to run it. Raises ConfigError if the config cannot be
+    loaded."""
     try:
         folder = Path(path)
-        # Sizes out of all bounds would have the library count for hours.
+        # Check the sizes in the config first: absurd ones would keep transformers busy for hours.
         if folder.is_dir():
             read_model_config(folder)
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
-    # OSError, ValueError, and the field checks of huggingface_hub, which are neither.
+    # OSError, ValueError, or errors of huggingface_hub's field checks, which are neither.
     except Exception as error:
         raise ConfigError(
             f"model.path: cannot load the config of {path}: {first_line(error)}"
@@ -71,8 +73,9 @@ def load_config(path: str) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line in which an error of another library says something."""
-    # pydantic's first line only counts its errors.
+    """Returns the first informative line of another library's error, with the next line if it ends
+    with a colon."""
+    # Skip empty lines and pydantic's first line, which only counts its errors.
     lines = [
         line.strip()
         for line in str(error).splitlines()
@@ -86,7 +89,8 @@ def first_line(error: Exception) -> str:
 def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
     """Returns the token ids that end a completion.
 
-    They are those of generation_config.json, else of config.json, and the tokenizer's eos."""
+    They are the eos tokens in generation_config.json (in config.json if there are none), and the
+    tokenizer's eos token. Raises ConfigError if the files cannot be read."""
     ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
     try:
         return ids | (read_stop_tokens(checkpoint_folder(path)) or set())
@@ -100,12 +104,14 @@ def checkpoint_folder(path: str, revision: str | None = None) -> Path:
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
-    """Returns the file of each tensor, by its name in the checkpoint."""
+    """Returns the file that holds each tensor, by the tensor's name in the checkpoint.
+
+    Raises ConfigError if the files cannot be read or `folder` has none."""
     try:
         index = read_index(folder)
         if index is not None:
             return index
-        # Other files may lie beside this one. transformers does not read them either.
+        # If model.safetensors exists, ignore other .safetensors files, as transformers does.
         single = folder / "model.safetensors"
         files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
         by_name = {name: path for path in files for name in read_header(path)}
@@ -117,14 +123,16 @@ def tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def fetch(repo: str, revision: str | None = None) -> Path:
-    """Returns the folder of a hub model in the cache, with all its files. Raises ConfigError."""
+    """Downloads the hub model `repo` into the cache if necessary. Returns its folder there.
+
+    Raises ConfigError if that fails."""
     return Path(_snapshot(repo, revision=revision))
 
 
 def files_at_hub(repo: str, revision: str | None = None) -> list[Any]:
-    """Returns a huggingface_hub.DryRunFileInfo for each file that `fetch` would download.
+    """Returns a huggingface_hub.DryRunFileInfo for each file of the model that `fetch` asks for.
 
-    Raises ConfigError."""
+    Raises ConfigError if the hub does not answer, or has no weights as .safetensors."""
     files: list[Any] = _snapshot(repo, revision=revision, dry_run=True)
     if not any(file.filename.endswith(".safetensors") for file in files):
         raise ConfigError(
@@ -134,11 +142,13 @@ def files_at_hub(repo: str, revision: str | None = None) -> list[Any]:
 
 
 def _snapshot(repo: str, **options: Any) -> Any:
+    """Calls huggingface_hub's `snapshot_download` for FILES. Raises ConfigError if it fails."""
     from huggingface_hub import snapshot_download
 
     try:
         return snapshot_download(repo, allow_patterns=list(FILES), **options)
-    except Exception as error:  # of the library, of its HTTP client, and OSError of a full disk
-        # It raises a better message about a wrong name or the network.
+    # Errors of huggingface_hub, of its HTTP client, or OSError of a full disk.
+    except Exception as error:
+        # This raises a more helpful ConfigError if the name is wrong or the network is down.
         check_reachable("models", repo, "model.path")
         raise ConfigError(f"model.path: cannot fetch {repo}: {first_line(error)}") from None

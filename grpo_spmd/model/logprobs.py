@@ -1,7 +1,7 @@
 """Computes logprobs, entropies and divergences of sampled tokens, chunk by chunk.
 
-The [T, V] logits of T tokens over V token ids never exist as a whole. A chunk is a number of tokens
-whose logits exist at a time, and the backward pass computes each chunk's logits again.
+The logits [T, V] of T tokens over V token ids never exist as a whole: only those of one chunk of
+tokens exist at a time, and the backward pass computes each chunk's logits again.
 
 A divergence says how far the policy's distribution of the next token is from a teacher's. It is the
 generalized Jensen-Shannon divergence of TRL's DistillationTrainer (On-Policy Distillation, Agarwal
@@ -10,8 +10,11 @@ beta 0 is KL(t || s), beta 1 is KL(s || t), and between them it is
 beta KL(t || m) + (1 - beta) KL(s || m) with the mixture m = beta t + (1 - beta) s.
 All of it is computed in log space.
 
-The outcomes of a teacher are the events that its distribution tells apart: each token by itself
-(WholeTeacher), or K likely tokens and "any other token" (TopTeacher).
+The outcomes are the events over which a divergence sums: each token by itself (WholeTeacher), or
+the teacher's K likeliest tokens and "any other token" (TopTeacher).
+
+`rows` is a slice of the tokens, or in a shape its length. s and t also stand for the logarithms of
+the two distributions in code.
 """
 
 from __future__ import annotations
@@ -35,17 +38,18 @@ Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropi
 Cap = float | None
 """The soft cap of the logits: logits become cap * tanh(logits / cap)."""
 TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
-# The logprob of an event whose probability float32 cannot represent: log(0) would give NaN.
+# Lower bound on the logprob of "any other token". If its probability is rounded to 0, log(0) would
+# give -inf, and NaN in further arithmetic.
 MIN_LOGPROB = math.log(torch.finfo(torch.float32).tiny)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Computes the logprob of each target and the entropy of its distribution, in float32.
+    """Computes each target's logprob, and the entropy of the distribution that it is from.
 
-    The logits, capped or not, are divided by the temperature. The backward pass computes them
-    again. Each pass holds one float32 [chunk, V] and, if the compute dtype is another, one of that.
-    Arithmetic is in place. Where it takes two buffers (the entropy, its gradient, a soft cap's
-    slope) each has half as many rows.
+    Both are float32. The logits are capped if there is a soft cap, and divided by the temperature.
+    The backward pass computes them again. Each pass holds one float32 [chunk, V] tensor, and one in
+    the compute dtype if that is not float32. Arithmetic is in place. Where it takes two float32
+    buffers (for the entropy, its gradient, or a soft cap's derivative), each has half as many rows.
     """
 
     @staticmethod
@@ -62,12 +66,12 @@ class TokenLogprobs(torch.autograd.Function):
         log_normalizer = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         logprobs = torch.empty_like(log_normalizer)
         entropy = torch.empty_like(log_normalizer)
-        # Half a chunk: the logits and their exponentials take a buffer each.
+        # Half a chunk, since the logits and their exponentials take a buffer each.
         num_rows = max(1, chunk // 2)
         buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=True)
         for rows in chunks(len(hidden), num_rows):
             logits = buffers.logits(hidden[rows], head, temperature, softcap)
-            # Subtract the largest logit before exp(), which would overflow otherwise.
+            # Subtract the largest logit, so that exp() does not overflow.
             largest = logits.amax(-1, keepdim=True)
             exponentials = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
             normalizer = exponentials.sum(-1, keepdim=True)
@@ -80,8 +84,8 @@ class TokenLogprobs(torch.autograd.Function):
         ctx.temperature = temperature
         ctx.chunk = chunk
         ctx.softcap = softcap
-        # An entropy that the loss does not use then has the gradient None and not zeros, which
-        # saves the backward pass a buffer.
+        # If the loss does not use the entropy, its gradient in `backward` is then None instead of
+        # zeros, which saves a buffer.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -101,7 +105,7 @@ class TokenLogprobs(torch.autograd.Function):
         buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=needs_two)
         for rows in chunks(len(hidden), num_rows):
             # d logprob / d logits = onehot - p, and d entropy / d logits = -p * (log p + entropy).
-            # Both are times 1 / temperature.
+            # Both are multiplied by 1 / temperature.
             logprob_factor = grad_logprobs[rows, None] / temperature
             target = target_ids[rows, None]
             normalizer = log_normalizer[rows, None]
@@ -127,7 +131,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
-    """Returns float32 zeros [V, D] to sum the head's gradient in, None if none is needed.
+    """Returns float32 zeros [V, D] in which the head's gradient is summed, None if not `needed`.
 
     A frozen head (LoRA) needs none, which saves a third of the backward pass."""
     if not needed:
@@ -136,12 +140,12 @@ def empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
 
 
 class _Buffers:
-    """Holds the [rows, V] tensors that all chunks share.
+    """Buffers [rows, V] that all chunks of a pass use in turn.
 
-    One or two are float32. If the compute dtype is another, one more has that dtype."""
+    One or two are float32. If the compute dtype is not float32, one more has the compute dtype."""
 
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
-        """`two`: there is a second float32 buffer, `other`."""
+        """With `two` there is a second float32 buffer, `other`."""
         self._float = hidden.new_empty(rows, len(head), dtype=torch.float32)
         is_float = hidden.dtype == torch.float32
         self._product = (
@@ -151,9 +155,9 @@ class _Buffers:
             self.other = torch.empty_like(self._float)
 
     def logits(self, hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
-        """Returns the capped logits [rows, V] over the temperature, in the float32 buffer."""
-        # Product and cap are rounded to the compute dtype as the engine's are; what follows is
-        # float32 on both sides.
+        """Returns capped logits / temperature [rows, V], in the first float32 buffer."""
+        # The product and the cap are rounded to the compute dtype, as in the engine. From there on
+        # both compute in float32.
         logits = torch.mm(hidden, head.T, out=self._product[: len(hidden)])
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
@@ -162,17 +166,18 @@ class _Buffers:
         return logits.div_(temperature)
 
     def in_compute_dtype(self, grad_logits: Tensor) -> Tensor:
-        """Returns the gradient as the hidden states' dtype, in the buffer for that dtype."""
+        """Returns `grad_logits` cast to the compute dtype, in the buffer of that dtype."""
         if self._product is self._float:
             return grad_logits
         return self._product[: len(grad_logits)].copy_(grad_logits)
 
 
 def add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
-    """Adds `lhs` @ `rhs` to `total` in place. `total` is float32, whatever the factors are."""
+    """Adds `lhs` @ `rhs` to `total` in place. `total` is float32, the factors may have less
+    precision."""
     if lhs.dtype == total.dtype:
         total.addmm_(lhs, rhs)
-    # On CUDA the product itself accumulates in float32, without a rounded result in between.
+    # On CUDA the float32 product can be added directly, without rounding it to the factors' dtype.
     elif total.is_cuda:
         torch.addmm(total, lhs, rhs, out_dtype=total.dtype, out=total)
     else:
@@ -180,16 +185,17 @@ def add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
 
 
 def chunks(length: int, chunk: int) -> Iterator[slice]:
-    """Yields slices of at most `chunk` elements that together cover `length` elements."""
+    """Yields consecutive slices of at most `chunk` elements that together cover `length`
+    elements."""
     return (slice(start, min(start + chunk, length)) for start in range(0, length, chunk))
 
 
 @dataclass(frozen=True)
 class WholeTeacher:
-    """Gives a teacher's distributions over all V tokens, each of which is an outcome.
+    """A teacher's distributions over all V tokens. Each token is an outcome.
 
     They are computed from the teacher's last hidden states and its lm_head when they are needed.
-    Row i of both models' lm_heads belongs to the same token."""
+    Row i of the teacher's and of the policy's lm_head must belong to the same token."""
 
     hidden: Float[Tensor, "C D_T"]
     head: Float[Tensor, "V D_T"]
@@ -197,39 +203,46 @@ class WholeTeacher:
     softcap: Cap
 
     def outcomes(self, log_p: Tensor, rows: slice) -> Tensor:
-        """Returns the policy's logprobs of the outcomes, from `log_p` [rows, V] of all tokens."""
+        """Returns the policy's logprobs of the outcomes, from its logprobs `log_p` [rows, V] of all
+        tokens: the same."""
         return log_p
 
     def logprobs_of(self, rows: slice) -> Tensor:
-        """Returns the teacher's logprobs of the outcomes [rows, V], for these tokens."""
+        """Returns the teacher's logprobs of the outcomes [rows, V], at the slice `rows` of the C
+        tokens."""
         return _log_softmax(self.hidden[rows], self.head, self.temperature, self.softcap)
 
     def spread(self, grad: Tensor, log_p: Tensor, rows: slice) -> Tensor:
-        """Turns the gradient of the outcomes' logits into the gradient of all tokens' logits."""
+        """Turns the gradient with respect to the outcomes' logits into that with respect to the
+        logits [rows, V] of all tokens: the same."""
         return grad
 
 
 @dataclass(frozen=True)
 class TopTeacher:
-    """Holds a teacher's distributions over K likely tokens and one more outcome for all others."""
+    """A teacher's distributions over K + 1 outcomes: its K likeliest tokens, and "any other"."""
 
     ids: Int[Tensor, "C K"]
-    """The K tokens that the teacher finds likeliest."""
+    """The K likeliest tokens by the teacher's distribution."""
     logprobs: Float[Tensor, "C K+1"]
-    """Their logprobs, and last the logprob of all other tokens together."""
+    """The teacher's logprobs of `ids`, and in the last column that of all other tokens together."""
 
     def outcomes(self, log_p: Tensor, rows: slice) -> Tensor:
-        """Returns the policy's logprobs of the outcomes [rows, K + 1], from `log_p` [rows, V]."""
+        """Returns the policy's logprobs of the outcomes [rows, K + 1], from its logprobs `log_p`
+        [rows, V] of all tokens."""
         return _top_and_rest(log_p, self.ids[rows])
 
     def logprobs_of(self, rows: slice) -> Tensor:
-        """Returns the teacher's logprobs of the outcomes [rows, K + 1], for these tokens."""
+        """Returns the teacher's logprobs of the outcomes [rows, K + 1], at the slice `rows` of the
+        C tokens."""
         return self.logprobs[rows]
 
     def spread(self, grad: Tensor, log_p: Tensor, rows: slice) -> Tensor:
-        """Turns the gradient of the outcomes' logits into the gradient of all tokens' logits.
+        """Turns the gradient `grad` with respect to the outcomes' logits into that with respect to
+        the logits [rows, V] of all tokens.
 
-        The gradient of the last outcome is shared among its tokens by their probabilities."""
+        The gradient of "any other token" is divided among these in proportion to the policy's
+        probabilities."""
         ids = self.ids[rows]
         rest_logprob = _top_and_rest(log_p, ids)[:, -1:]
         # No local name for the [rows, V] probabilities: it would keep them alive during scatter.
@@ -238,11 +251,11 @@ class TopTeacher:
 
 
 class Divergence(torch.autograd.Function):
-    """Computes the divergence from a teacher at each token, float32 [C], chunk by chunk.
+    """Computes the policy's divergence from a teacher at each token, float32 [C], chunk by chunk.
 
-    The backward pass computes the logits of both models again, and gives gradients to the policy's
-    hidden states and head. Each pass holds about 7 float32 [chunk / 4, V]. Equal distributions have
-    a gradient of exactly 0.
+    The backward pass computes the logits again and returns gradients for the policy's hidden states
+    and head, none for the teacher. Each pass holds about 7 float32 [chunk / 4, V] tensors. Where
+    both distributions are equal the gradient is exactly 0.
     """
 
     @staticmethod
@@ -256,12 +269,14 @@ class Divergence(torch.autograd.Function):
         chunk: int,
         softcap: Cap = None,
     ) -> Tensor:
-        """Returns the divergence at each token, float32 [C]. Temperature and soft cap are the
-        policy's; the teacher's logprobs have their own in them already."""
+        """Returns the divergence at each token, float32 [C].
+
+        `temperature` and `softcap` are the policy's. A WholeTeacher has its own, and the logprobs
+        of a TopTeacher were computed with them."""
         divergence = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
         for rows in chunks(len(hidden), _num_rows(chunk)):
             log_p = _log_softmax(hidden[rows], head, temperature, softcap)
-            # No local name for the terms: it would keep them alive in the next chunk.
+            # A local name for the terms would keep them alive while the next chunk is computed.
             divergence[rows] = _divergence_terms(
                 teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), beta
             ).sum(-1)
@@ -286,7 +301,7 @@ class Divergence(torch.autograd.Function):
                 teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), ctx.beta
             )
             grad = teacher.spread(grad, log_p, rows).mul_(grad_output[rows, None] / temperature)
-            # The cap's slope is 1 - tanh^2, and scaled * temperature / softcap is the tanh.
+            # The cap's derivative is 1 - tanh^2, where tanh = scaled * temperature / softcap.
             if softcap is not None:
                 grad.mul_(1 - scaled.mul_(temperature / softcap).square_())
             grad_product = grad.to(hidden.dtype)
@@ -299,20 +314,20 @@ class Divergence(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class LogitSettings:
-    """How logprobs follow from hidden states and the lm_head."""
+    """Settings for computing logprobs and divergences from hidden states and the lm_head."""
 
     temperature: float
     chunk: int
-    """Tokens whose logits exist at a time."""
+    """Number of tokens whose logits exist at a time."""
     softcap: Cap = None
     token_logprobs: type[torch.autograd.Function] = TokenLogprobs
-    """TokenLogprobs, or the same by Triton's kernels."""
+    """TokenLogprobs, or FusedTokenLogprobs, which does the same with Triton kernels."""
     whole_divergence: type[torch.autograd.Function] = Divergence
-    """Divergence for a WholeTeacher, or the same by Triton's kernels."""
+    """The function for a WholeTeacher: Divergence, or FusedDivergence with Triton kernels."""
 
     def score(self, hidden: Hidden, head: Head, target_ids: TargetIds) -> Scores:
-        """Returns the logprobs of `target_ids` and the entropies of their distributions, float32
-        [C] each."""
+        """Returns the logprobs of `target_ids`, and the entropies of the distributions that they
+        are from, float32 [C] each."""
         scores: Scores = self.token_logprobs.apply(
             hidden, head, target_ids, self.temperature, self.chunk, self.softcap
         )
@@ -322,7 +337,8 @@ class LogitSettings:
         self, hidden: Hidden, head: Head, teacher: WholeTeacher | TopTeacher, beta: float
     ) -> Float[Tensor, " C"]:
         """Returns the divergence of the policy from a teacher at each token, float32 [C]."""
-        # The likely tokens of a TopTeacher are picked out of all logprobs, which no kernel has.
+        # For a TopTeacher the logprobs of some tokens are picked out of all logprobs, and no kernel
+        # keeps these.
         function = self.whole_divergence if isinstance(teacher, WholeTeacher) else Divergence
         distance: Tensor = function.apply(
             hidden, head, teacher, beta, self.temperature, self.chunk, self.softcap
@@ -332,14 +348,15 @@ class LogitSettings:
 
 @dataclass(frozen=True)
 class TeacherDivergence:
-    """Computes each token's divergence from its teachers, from the policy's hidden states and
-    head."""
+    """Computes each token's divergence from its teachers, as a function of the policy's hidden
+    states and head. An instance is a term of the loss (`Term` of policy.py)."""
 
     parts: Sequence[tuple[Tensor | None, WholeTeacher | TopTeacher]]
-    """Pairs of token indices, int64 [n], and the teacher that scored them. None: all tokens."""
+    """Pairs (token indices, teacher): the teacher's distributions are those at these of the C
+    tokens, int64 [n], or at all of them if the indices are None."""
     beta: float
     settings: LogitSettings
-    """Those of the policy."""
+    """The settings for the policy's logits."""
 
     def __call__(self, hidden: Hidden, head: Head) -> Float[Tensor, " C"]:
         """Returns the sum of the divergences from all teachers at each token, float32 [C]."""
@@ -355,10 +372,8 @@ class TeacherDivergence:
 def top_outcomes(
     hidden: Hidden, head: Head, k: int, temperature: float, chunk: int, softcap: Cap = None
 ) -> tuple[Int[Tensor, "C K"], Float[Tensor, "C K+1"]]:
-    """Returns the two fields of a TopTeacher, computed from a teacher's hidden states and head.
-
-    They are the ids of its `k` likeliest tokens, and their logprobs, with one more column: the
-    logprob of all other tokens together."""
+    """Returns the two fields of a TopTeacher, computed from a teacher's hidden states and head: the
+    ids of the `k` likeliest tokens, and the logprobs of the outcomes."""
     ids = list[Tensor]()
     logprobs = list[Tensor]()
     for rows in chunks(len(hidden), _num_rows(chunk)):
@@ -370,17 +385,18 @@ def top_outcomes(
 
 
 def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Returns [rows, K + 1]: the logprobs of `ids` [rows, K], and of all other tokens together."""
-    # A sum over the other tokens: 1 less the sum of the K would cancel if they are nearly all.
+    """Returns [rows, K + 1]: the logprobs of `ids` [rows, K], and in the last column that of all
+    other tokens together. `log_p` [rows, V] has the logprobs of all tokens."""
+    # Sum over the other tokens: 1 - (sum of the K) would cancel if that sum is nearly 1.
     others = log_p.exp().scatter(-1, ids, 0.0).sum(-1, keepdim=True)
     rest_logprob = others.log().clamp(min=MIN_LOGPROB)
     return torch.cat([log_p.gather(-1, ids), rest_logprob], dim=-1)
 
 
 def _divergence_terms(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """Returns what each outcome adds to the divergence.
+    """Returns the term that each outcome adds to the divergence, [rows, outcomes].
 
-    `s` and `t` are the logprobs of the outcomes by policy and teacher, [rows, outcomes]."""
+    `s` and `t` are the outcomes' logprobs by the policy and by the teacher, [rows, outcomes]."""
     if beta == 0.0:
         return t.exp() * (t - s)
     if beta == 1.0:
@@ -390,9 +406,10 @@ def _divergence_terms(s: Tensor, t: Tensor, beta: float) -> Tensor:
 
 
 def _divergence_gradient(s: Tensor, t: Tensor, beta: float) -> Tensor:
-    """Returns the divergence's gradient by the policy's logits of the outcomes, [rows, outcomes].
+    """Returns the divergence's gradient with respect to the policy's logits of the outcomes, [rows,
+    outcomes]. It is exactly 0 if `s` and `t` are equal.
 
-    `s` and `t` are logprobs as in `_divergence_terms`. It is exactly 0 if they are equal."""
+    `s` and `t` are logprobs as in `_divergence_terms`."""
     if beta == 0.0:
         return s.exp() - t.exp()
     p = s.exp()
@@ -409,10 +426,10 @@ def _mixture_ratios(s: Tensor, t: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
     Both are exactly 0 if s and t are equal."""
     distance = t - s
-    # Take the larger of s and t out of the logarithm: no argument of an exponential is positive,
-    # so that nothing overflows.
+    # Factor the larger of s and t out of the logarithm, so that no argument of an exponential is
+    # positive and nothing overflows. `excess` is m - max(s, t).
     fraction = torch.where(distance > 0, 1 - beta, beta)
-    excess = torch.log1p(fraction * torch.expm1(-distance.abs()))  # m less the larger of s and t
+    excess = torch.log1p(fraction * torch.expm1(-distance.abs()))
     return -excess - distance.clamp(min=0), -excess + distance.clamp(max=0)
 
 
@@ -422,8 +439,8 @@ def _log_softmax(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap)
 
 
 def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
-    """Returns the capped logits over the temperature, float32 [rows, V]."""
-    # Product and cap are rounded to the compute dtype as in _Buffers.logits; what follows is
+    """Returns capped logits / temperature, float32 [rows, V]."""
+    # The product and the cap are rounded to the compute dtype, as in _Buffers.logits. The rest is
     # float32.
     logits = torch.mm(hidden, head.T)
     if softcap is not None:
@@ -432,5 +449,6 @@ def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, softcap: Ca
 
 
 def _num_rows(chunk: int) -> int:
-    """Returns the tokens of a divergence's chunk: a quarter, since it holds more tensors."""
+    """Returns the number of tokens that a divergence handles at a time: a quarter of `chunk`, since
+    it holds more tensors of this size."""
     return max(1, chunk // 4)

@@ -1,8 +1,8 @@
 """Reads and checks the files of a reward model before torch is imported.
 
-A reward model is a decoder with a head for sequence classification. A label is a row of that head,
-which gives one score. These files say which labels there are, how long a text may be, and which
-shapes the tensors have."""
+A reward model is a decoder with a head for sequence classification. Each row of that head is called
+a label, and gives one score. The files say which labels there are, how long a text may be, and
+which shapes the tensors have."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class RewardModelFiles:
-    """The facts about the model of one entry of `rewards`, checked."""
+    """What is known about the reward model of one entry of `rewards`, after all checks."""
 
     name: str
     """The reward's name in the metrics."""
     where: str
-    """The entry's key in the config, which errors name."""
+    """The entry's key in the config (`rewards.0`), which errors name."""
     folder: Path
     label: int
-    """Row of the head that gives the score."""
+    """Index of the head's row that gives the score."""
     max_tokens: int
-    """Upper bound of one text's tokens."""
+    """The largest number of tokens of one text."""
     drops_start: bool
-    """True: a longer text loses its start. False: it gets no score."""
+    """What happens to a longer text. True: its start is dropped. False: it gets no score."""
     template: str | None
-    """Chat template. None stands for the tokenizer's."""
+    """The chat template. None stands for the tokenizer's own."""
     shapes: dict[str, tuple[int, ...]]
-    """Shapes of the tensors by name."""
+    """The shapes of the model's tensors, by name."""
 
 
 @contextmanager
 def errors_about(key: str) -> Iterator[None]:
-    """Turns each ConfigError and OSError of its block into a ConfigError that names the config key
+    """Turns each ConfigError or OSError raised in its block into a ConfigError about the config key
     `key`."""
     try:
         yield
     except OSError as error:
         raise ConfigError(f"{key}: cannot read {error.filename}: {error.strerror}") from None
     except ConfigError as error:
-        # The checks that the policy shares name its key.
+        # Checks that are also made for the policy name the policy's key, model.path: replace it.
         text = str(error).removeprefix("model.path: ").removeprefix(f"{key}: ")
         raise ConfigError(f"{key}: {text}") from error
 
@@ -60,15 +60,16 @@ def errors_about(key: str) -> Iterator[None]:
 def read_reward_model(
     index: int, reward: RewardConfig, folder: Path, budget: int
 ) -> RewardModelFiles:
-    """Returns the facts about the reward model in `folder`, for entry `index` of `rewards`.
+    """Checks the reward model in `folder`, for entry `index` of `rewards`, and describes it.
 
-    `budget` is training.max_tokens_per_micro_batch, which no text may exceed. Raises ConfigError
-    if the folder has no decoder with a head for sequence classification, or no tokenizer, and if
-    the label or the longest text is not clear."""
+    `budget` is training.max_tokens_per_micro_batch, which no text may exceed. Raises ConfigError if
+    the folder has no decoder with a head for sequence classification or no tokenizer, if the model
+    brings its own code, if its score of a text would depend on other texts, if the label is missing
+    or ambiguous, or if `max_tokens` is too large."""
     key = f"rewards.{index}"
     with errors_about(f"{key}.model"):
         config = read_model_config(folder)
-        # refuse_by_config refuses classifiers, which reward models are: hide their class.
+        # refuse_by_config refuses classifiers, and a reward model is one: hide the class name.
         decoder_config = {name: value for name, value in config.items() if name != "architectures"}
         refuse_by_config(decoder_config, str(folder))
         shapes = shapes_from_headers(folder, tied=False)
@@ -78,14 +79,14 @@ def read_reward_model(
             )
         _refuse_unsuitable_config(config, folder)
         _check_head(config, shapes, folder)
-        # Without its files transformers would make a tokenizer up.
+        # If the tokenizer's files are missing, transformers would silently make up a tokenizer.
         patterns = ("tokenizer.*", "vocab*", "*.model", "*.tiktoken")
         if not any(any(folder.glob(pattern)) for pattern in patterns):
             raise ConfigError(f"{folder} holds no tokenizer; copy that of its base model there")
     positions = config.get("max_position_embeddings")
     limit, limit_name = budget, "training.max_tokens_per_micro_batch"
     if isinstance(positions, int) and positions < budget:
-        limit, limit_name = positions, "its model has positions"
+        limit, limit_name = positions, "the model's number of positions"
     if (reward.max_tokens or 0) > limit:
         raise ConfigError(
             f"{key}.max_tokens ({reward.max_tokens}) is more than {limit_name} ({limit}); lower it"
@@ -103,7 +104,8 @@ def read_reward_model(
 
 
 def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:
-    """Raises ConfigError if the model brings code, or if its scores depend on the packed row."""
+    """Raises ConfigError if the model comes with its own code, or if the score of a text would
+    depend on the other texts that are packed into the same row."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, Mapping) else None
     if follows_the_row(kind):
@@ -121,7 +123,7 @@ def _check_head(
     """Raises ConfigError unless the checkpoint has a linear head with one row for each label."""
     if _HEAD not in shapes:
         model_classes = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
-        # Name the head that the checkpoint has in its place, which says what kind of model it is.
+        # Name another head that the checkpoint has: it tells the user what kind of model this is.
         other_heads = [
             name
             for name in shapes
@@ -132,7 +134,7 @@ def _check_head(
             f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; a reward "
             "model is a causal decoder with this linear head (AutoModelForSequenceClassification)"
         )
-    # Labels that config.json does not name would shift the row that a label's name stands for.
+    # If config.json names more or fewer labels, its names may not stand for the right rows.
     num_rows = shapes[_HEAD][0]
     num_labels = len(_label_names(config))
     if num_rows != num_labels:
@@ -142,9 +144,9 @@ def _check_head(
 
 
 def _label_names(config: Mapping[str, Any]) -> list[str]:
-    """Returns the names of the labels by number.
+    """Returns the names of the labels in order.
 
-    Without a word in config.json there are two labels, as in transformers."""
+    If config.json says nothing about labels there are two, as in transformers."""
     names = config.get("id2label")
     if not isinstance(names, Mapping):
         return [f"LABEL_{number}" for number in range(config.get("num_labels") or 2)]
@@ -152,10 +154,10 @@ def _label_names(config: Mapping[str, Any]) -> list[str]:
 
 
 def _find_label(config: Mapping[str, Any], requested: str | None, key: str) -> int:
-    """Returns the number of the label `requested`, which is a name or a number as text.
+    """Returns the index of the label `requested`, which is a label's name, or its index as text.
 
-    None stands for the only label. Raises ConfigError, which names `key`, if the model has several
-    labels then, or if it has no such label."""
+    None stands for the model's only label. Raises ConfigError, which names `key`, if it is None and
+    the model has several labels, or if the model has no such label."""
     names = _label_names(config)
     labels_text = ", ".join(f"{number} ({name})" for number, name in enumerate(names[:8]))
     if requested is None:
@@ -164,7 +166,7 @@ def _find_label(config: Mapping[str, Any], requested: str | None, key: str) -> i
                 f"{key}: the model has {len(names)} labels; say whose score counts: {labels_text}"
             )
         return 0
-    # A name comes before a number: a label may be called "1".
+    # Look for a name first, since a label may be called "1".
     if requested in names:
         return names.index(requested)
     if re.fullmatch("[0-9]{1,5}", requested) and int(requested) < len(names):
@@ -178,7 +180,8 @@ def _read_template(path: str, key: str) -> str:
     Raises ConfigError, which names `key`, if it cannot be read or is larger than 1 MiB."""
     try:
         with open_regular(Path(path), follow=True) as file:
-            # One byte more than is allowed shows that the file is too large, without reading it.
+            # Read one byte more than allowed: that shows that a file is too large without reading
+            # all of it.
             content = file.read(_MAX_TEMPLATE_BYTES + 1)
         if len(content) > _MAX_TEMPLATE_BYTES:
             raise ConfigError(f"{key}: {path} is larger than 1 MiB, which no template is")

@@ -1,10 +1,11 @@
-"""The routers of a mixture of experts: they replay the engine's routes and add the load-balance
-loss.
+"""Makes the policy's routers of a mixture of experts replay the engine's routes, and adds the
+load-balance loss.
 
-A router gives each token probabilities of E experts and takes the k largest. In a replay the k
-experts are given, and the router's own probabilities of them weigh their outputs, so that it keeps
-its gradient (R3, Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and
-Inference Routers"). transformers' own code computes the weights: only its `topk` is answered here.
+A router computes a probability of each of E experts for each token, and takes the k experts with
+the largest. In a replay the k experts that the engine took are given. Their outputs are still
+weighted with the router's own probabilities, so that the router gets a gradient (R3, Ma et al.
+2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers").
+transformers' own router code runs: only its call of `topk` gets the given experts as result.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class RouterKind(NamedTuple):
 
     module_class: type[nn.Module]
     logits_index: int
-    """Where the logits [T, E] are in the tuple that a router returns."""
+    """Index of the logits [T, E] in the tuple that a router returns."""
 
 
 def router_kind(model: Any) -> RouterKind | None:
-    """Returns the kind of a model's routers, None for a dense model or where transformers does not
-    say which modules are routers."""
+    """Returns the kind of the model's routers. Returns None for a dense model, and if transformers
+    does not say which of the model's modules are routers."""
     recorded = getattr(model, "_can_record_outputs", None) or {}
     recorder = recorded.get("router_logits")
     if recorder is None or not hasattr(recorder, "target_class"):
@@ -41,38 +42,50 @@ def router_kind(model: Any) -> RouterKind | None:
 
 
 def num_experts(hf_config: Any) -> int:
-    """Returns the number of experts of a layer, 0 for a dense model."""
+    """Returns the number of experts in a layer, 0 for a dense model."""
     names = ("num_experts", "num_local_experts")
     return max((getattr(hf_config, name, None) or 0 for name in names), default=0)
 
 
 class LayerRouter:
-    """The router of one decoder layer. While the layer runs it follows the routes of the row."""
+    """Replaces the forward method of one decoder layer's router.
+
+    While `run_layer` runs the layer, the router replays the routes of the packed row, or counts
+    where its own differ from them."""
 
     def __init__(self, router: nn.Module, layer: int, kind: RouterKind, num_experts: int) -> None:
+        """`layer` is the number of the decoder layer."""
         self._num_experts = num_experts
+        # The forward method of transformers' router.
         self._route: Callable[[Tensor], tuple[Tensor, ...]] = router.forward
         self._layer = layer
         self._logits_index = kind.logits_index
+        # The routes of the row that the layer is running on, None if it has none.
         self._row: RowRoutes | None = None
         router.forward = self.forward
 
     def run_layer(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls the layer's `forward`. Activation checkpointing calls this again with the same
-        arguments, and so with the same routes, whatever row came after."""
+        """Calls the layer's `forward` with the routes of the row in its argument `packed_layout`.
+
+        Activation checkpointing calls this again with the same arguments, and thus with the same
+        routes, even if the layer has seen other rows since."""
         layout = kwargs.get("packed_layout")
-        # None in transformers' own passes over rows of one sequence.
+        # Passes without our packed rows (transformers' plain forward pass) have no layout.
         self._row = None if layout is None else layout.routes
         try:
             return forward(*args, **kwargs)
         finally:
             self._row = None
 
-    # The compiler would have to look into the mode below, and gains little in so small a product.
+    # Not compiled: torch.compile would have to trace through _GivenExperts, and could gain little
+    # on so small a computation.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        """Returns what transformers' router returns: logits, weights and numbers of the experts, in
-        the order of its class."""
+        """Returns what transformers' router returns: logits, and the weights and indices of the
+        experts, in the order of the router's class.
+
+        Depending on the row, replays its routes, and adds the layer's part of the load-balance loss
+        (`RowRoutes.loads`); or only counts the tokens whose routes differ."""
         row = self._row
         if row is None:
             return self._route(hidden_states)
@@ -93,8 +106,9 @@ class LayerRouter:
         probabilities = logits.float().softmax(-1) * row.is_recorded[:, None]
         term = (probabilities.sum(0, dtype=torch.float64) * row.loads[self._layer]).sum()
         row.balance_losses[self._layer] = term.detach()
-        # At the weights of the experts, so that the term's gradient is part of this layer's own
-        # backward pass, in which FSDP and activation checkpointing have its parameters ready.
+        # Attach the loss term to the experts' weights. Its gradient is then computed within this
+        # layer's own backward pass, where FSDP and activation checkpointing have the layer's
+        # parameters and activations ready.
         return tuple(
             _AddLoss.apply(output, term)
             if output.is_floating_point() and output is not logits
@@ -104,15 +118,16 @@ class LayerRouter:
 
 
 class _GivenExperts(TorchFunctionMode):
-    """Answers topk over the experts with given experts.
+    """While active, makes `topk` over the scores [T, E] of all experts return the given experts.
 
-    GLM4-MoE's router first takes the best groups of experts: those calls of topk are over scores
-    of other shapes, and do not matter to experts that are given."""
+    GLM4-MoE's router first picks the best groups of experts. Those calls of topk are over scores of
+    other shapes and stay as they are; they have no effect on the given experts."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
         super().__init__()
         self._experts = experts
         self._shape = (len(experts), num_experts)
+        # True once such a topk was called.
         self.is_asked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -123,7 +138,8 @@ class _GivenExperts(TorchFunctionMode):
 
 
 class _AddLoss(torch.autograd.Function):
-    """Returns its input, and adds a term to the loss from which the backward pass starts."""
+    """Returns `values` unchanged, and in the backward pass gives `term` the gradient 1, as if it
+    had been added to the loss."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, term: Tensor) -> Tensor:
@@ -135,8 +151,8 @@ class _AddLoss(torch.autograd.Function):
 
 
 def replay_in_layers(model: Any, layers: Iterable[nn.Module]) -> list[Callable[..., Any] | None]:
-    """Returns for each layer the function that runs it with the row's routes, None for a layer
-    without a router. It takes the layer's forward, and then what that takes."""
+    """Installs a LayerRouter in each layer that has a router. Returns its `run_layer` for each
+    layer, None for a layer without a router."""
     kind = router_kind(model)
     wrappers: list[Callable[..., Any] | None] = []
     for number, layer in enumerate(layers):

@@ -1,6 +1,7 @@
-"""How FSDP2 shards a model over ranks: which rows of a parameter a rank holds, and their gather.
+"""How FSDP2 shards a model: which rows of a parameter each rank holds, and how to gather them.
 
-The mesh has the axis "shard", over which rows are split, and with HSDP "replicate" before it."""
+The device mesh has a dimension "shard", over which rows are split. With HSDP it has a dimension
+"replicate" before that. A replica is a group of ranks that together hold one copy of the model."""
 
 from __future__ import annotations
 
@@ -25,10 +26,11 @@ def shard_over_ranks(
     compute: torch.dtype,
     reshard_root: bool,
 ) -> None:
-    """Collective. Applies FSDP2: each layer gathers its parameters by itself, in dtype `compute`.
+    """Collective. Applies FSDP2 to `model`, so that parameters are gathered in dtype `compute`.
 
-    The root gathers the remaining ones. `reshard_root` False keeps them from the forward to the
-    backward pass."""
+    Each of the layers gathers its own parameters; the root gathers the remaining ones (embedding,
+    lm_head). With `reshard_root` the root's are freed after the forward pass and gathered again in
+    the backward pass, otherwise they stay gathered in between."""
     precision = MixedPrecisionPolicy(
         param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
@@ -43,61 +45,66 @@ def shard_over_ranks(
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees the gathered root parameters of a model, after a pass that no backward pass follows."""
+    """Frees a model's gathered root parameters. Called after a forward pass that has no backward
+    pass, if the model was sharded with `reshard_root` False."""
     cast(FSDPModule, model).reshard()
 
 
 def shard_group(parameter: DTensor) -> dist.ProcessGroup:
-    """Returns the ranks that together hold one copy: all, or with HSDP this rank's replica."""
+    """Returns the process group of this rank's replica: all ranks without HSDP."""
     return parameter.device_mesh.get_group("shard")
 
 
 def num_shards(parameter: DTensor) -> int:
-    """Returns the number of ranks that together hold one copy."""
+    """Returns the number of ranks in a replica."""
     return dist.get_world_size(shard_group(parameter))
 
 
 def num_columns(shape: Sequence[int]) -> int:
-    """Returns the columns of a tensor of this shape seen as a matrix.
+    """Returns the number of columns of a tensor of this shape, seen as a matrix.
 
-    All dimensions but the last are its rows. A vector has one column."""
+    The last dimension makes the columns, all others the rows. A vector has one column."""
     return shape[-1] if len(shape) > 1 else 1
 
 
 def num_rows(shape: Sequence[int]) -> int:
-    """Returns the rows of a tensor of this shape seen as a matrix."""
+    """Returns the number of rows of a tensor of this shape, seen as a matrix (`num_columns`)."""
     return math.prod(shape) // num_columns(shape)
 
 
 def as_matrix(tensor: Tensor) -> Tensor:
-    """Returns the tensor as a matrix [`num_rows`, `num_columns`], of a shard too."""
+    """Returns the tensor reshaped to a matrix [num_rows, num_columns]. It may be a local shard."""
     return tensor.reshape(num_rows(tensor.shape), num_columns(tensor.shape))
 
 
 def rows_per_rank(parameter: DTensor, num_ranks: int | None = None) -> int:
-    """Returns the rows of a full shard, ceil(rows / ranks of a replica).
+    """Returns the number of rows in a full-size shard: ceil(rows / ranks of a replica).
 
-    Give `num_ranks` if known: the question to the mesh takes longer than a small tensor's copy."""
+    Rows are indices of the first dimension. Pass `num_ranks`, the ranks of a replica, if it is
+    known: asking the device mesh takes longer than copying a small tensor."""
     return -(-parameter.shape[0] // (num_ranks or num_shards(parameter)))
 
 
 def first_row(parameter: DTensor) -> int:
-    """Returns the first row of this rank's shard.
+    """Returns the index of the first row of this rank's shard.
 
-    FSDP2 deals rows in equal blocks; the last ranks may get fewer rows or none."""
-    # The position among the ranks of one replica, not among all ranks.
+    FSDP2 splits rows into equal blocks, one for each rank; the last ranks may get fewer rows or
+    none. A rank without rows gets the number of rows."""
+    # This rank's position within its replica, not among all ranks.
     rank = parameter.device_mesh.get_local_rank("shard")
     return min(rank * rows_per_rank(parameter), parameter.shape[0])
 
 
 def first_matrix_row(parameter: DTensor) -> int:
-    """Returns the first row of this rank's shard in the parameter seen as a matrix."""
+    """Returns the index of the first row of this rank's shard, in the parameter seen as a matrix
+    (`num_columns`)."""
     return first_row(parameter) * parameter.shape[1:-1].numel()
 
 
 def as_shard(whole: Tensor, parameter: DTensor) -> DTensor:
-    """Returns a whole tensor, the same on all ranks, as sharded in the way that `parameter` is. It
-    shares memory with this rank's rows."""
+    """Returns `whole`, a tensor that is equal on all ranks, as a DTensor sharded like `parameter`.
+
+    The result shares memory with this rank's rows of `whole`."""
     rows = -(-len(whole) // num_shards(parameter))
     start = parameter.device_mesh.get_local_rank("shard") * rows
     return DTensor.from_local(
@@ -111,7 +118,7 @@ def as_shard(whole: Tensor, parameter: DTensor) -> DTensor:
 
 
 def is_first_replica(parameter: DTensor) -> bool:
-    """Returns True unless this rank's shard is a copy of an earlier rank's."""
+    """Returns True if this rank belongs to the first replica: always without HSDP."""
     mesh = parameter.device_mesh
     return "replicate" not in (mesh.mesh_dim_names or ()) or mesh.get_local_rank("replicate") == 0
 
@@ -119,8 +126,8 @@ def is_first_replica(parameter: DTensor) -> bool:
 def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     """Collective over the ranks of a replica: one all-gather. Returns full tensors [rows, n].
 
-    Each item is a parameter that is sharded by rows, and this rank's tensor [local rows, n]. n may
-    differ from item to item; the dtype is one."""
+    Each item of `shards` is a pair: a parameter that is sharded by rows, and a tensor [local rows,
+    n] with values for this rank's rows. n may differ from item to item; all have the same dtype."""
     parameters = []
     blocks = []
     for parameter, local_rows in shards:
@@ -134,7 +141,8 @@ def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
     gathered = row.new_empty(dist.get_world_size(group), len(row))
     gathered[dist.get_rank(group)] = row
     wait_for(start_all_gather(gathered, group))
-    # Each parameter is a range of columns, with one rank's block of it in each row.
+    # `gathered` has one row for each rank, and in it a range of columns for each item: the rank's
+    # block of that item.
     columns = gathered.split([block.numel() for block in blocks], dim=1)
     return [
         values.reshape(-1, block.shape[1])[: parameter.shape[0]]

@@ -1,10 +1,10 @@
-"""Builds the models that give numbers: the critic, and frozen reward models.
+"""The models that return numbers: the critic, and frozen reward models.
 
-A value is an estimate of the reward to come, at one token of a completion. A value head turns a
-hidden state into a value. The critic is a separate decoder with such a head, or a head on the
-policy's layers. A reward model is a decoder with a head for sequence classification: a score is the
-head's product with one token's hidden state of each text. Packed rows go through transformers' own
-layers and our attention."""
+A value is an estimate, made at one token of a completion, of the reward to come. A value head turns
+a hidden state into a value. The critic is a separate decoder with such a head (ValueModel), or a
+head on the policy's own layers (PolicyValues). A reward model is a decoder with a head for sequence
+classification: the score of a text is the head's product with the hidden state of one of its
+tokens. Packed rows run through transformers' own layers with our attention."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class ValueModel(nn.Module):
-    """A decoder that estimates the value of the rest of a completion at each of its tokens.
+    """A critic that is a decoder of its own, with a value head.
 
-    Call it only through `forward` and `plain_values`, where FSDP gathers its parameters."""
+    Call only `forward` and `plain_values`, in which FSDP gathers the parameters."""
 
     def __init__(self, decoder: Any, hidden_size: int, attention: Backend) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class ValueModel(nn.Module):
         self.head = nn.Linear(hidden_size, 1)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Collective. Returns values [C] of the states before `batch.target_ids`, float32."""
+        """Collective. Returns the values just before each of `batch.target_ids`, float32 [C]."""
         layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)
         states = self.backbone(
             input_ids=batch.input_ids[None],
@@ -71,14 +71,16 @@ class ValueModel(nn.Module):
         return _head_values(self.head, states.last_hidden_state[0][batch.predict_index])
 
     def plain_values(self, token_ids: Tensor) -> Tensor:
-        """Collective. Returns values [S, L] of rows of one sequence each, by HF's forward pass."""
+        """Collective. Returns the values [S, L] at all tokens of `token_ids` [S, L], by HF's plain
+        forward pass: each row is one sequence. Proofs compare `forward` with it."""
         states = self.backbone(input_ids=token_ids, use_cache=False)
         return _head_values(self.head, states.last_hidden_state)
 
 
 def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
-    # Two dimensions: of three, torch's Linear returns a view. FSDP warns of a module's output that
-    # is a view, and so the values are cloned too.
+    """Returns the head's float32 values [...] of hidden states [..., D]."""
+    # FSDP warns if a module's output is a view. Given three dimensions, torch's Linear would return
+    # one: give it two, and clone the result of `view`.
     values: Tensor = head(hidden.float().flatten(0, -2))
     return values.view(hidden.shape[:-1]).clone()
 
@@ -87,12 +89,13 @@ def _head_values(head: nn.Linear, hidden: Tensor) -> Tensor:
 def build_value_model(
     path: str, config: ModelConfig, session: Session, max_rollout_tokens: int, num_tokens: int
 ) -> ValueModel:
-    """Collective. Returns the critic of `path`, float32 and sharded.
+    """Collective. Returns the critic stored at `path`, sharded, with float32 parameters.
 
-    dtype, attention and recomputation are those of the policy's `config`. Its head is the
-    checkpoint's, or zero if that has none: then the first advantages are the rewards.
-    `max_rollout_tokens` bounds a rollout's tokens, `num_tokens` is the number of the policy's token
-    ids. Raises ConfigError, which names critic.path."""
+    The compute dtype, attention and recomputation are those of the policy's `config`. The value
+    head is the checkpoint's. If that has none, the head is zero, so that all values are 0 and the
+    first advantages are made of rewards alone. `max_rollout_tokens` is the largest number of tokens
+    of a rollout, `num_tokens` the size of the policy's vocabulary. Raises ConfigError, which names
+    critic.path."""
     refuse_untrainable(path, max_rollout_tokens, is_policy=False)
     hf_config = trainable_config(path, max_rollout_tokens, is_policy=False)
     vocabulary = hf_config.get_text_config().vocab_size
@@ -114,7 +117,8 @@ def build_value_model(
     stored = stored_layout(hf_model, files, saved_layout(hf_model))
     for layer in layers:
         set_up_layer(layer, config.recompute, config.compile)
-    # The head computes alone and in float32: bfloat16 would round its one number to 3 digits.
+    # Shard the head by itself so that it computes in float32: bfloat16 would round values to 3
+    # digits.
     fully_shard(
         model.head, mesh=session.mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32)
     )
@@ -130,7 +134,7 @@ def build_value_model(
     nn.init.zeros_(model.head.weight)
     nn.init.zeros_(model.head.bias)
     if head_name is not None:
-        # A checkpoint's head may have no bias.
+        # Load only the tensors that the checkpoint has: its head may have no bias.
         head = [pair for pair in model.head.named_parameters(head_name) if pair[0] in files]
         load_weights(head, folder)
     _log.info(
@@ -143,23 +147,24 @@ def build_value_model(
 
 
 class PolicyValues(nn.Module):
-    """A value head on the policy's last hidden states: a critic without layers of its own.
+    """A critic that is only a value head on the policy's last hidden states.
 
-    The head is float32 and zero at first. The policy's parameters are not this module's."""
+    The head is float32, and zero at first. The policy's parameters are not parameters of this
+    module."""
 
     policy: Policy
 
     def __init__(self, policy: Policy, session: Session) -> None:
         """Collective. Adds a head of zeros to `policy`."""
         super().__init__()
-        # Set so, nn.Module does not register it as a child.
+        # Bypass nn.Module's __setattr__, which would register the policy as a child module.
         object.__setattr__(self, "policy", policy)
         width = policy.model.get_output_embeddings().weight.shape[1]
         self.head = nn.Linear(width, 1, device=session.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        # Each pass gathers it again: a pass without a backward pass would leave it gathered, and
-        # stale after a step.
+        # Reshard the head after each forward pass. Otherwise, a pass without a backward pass would
+        # leave it gathered, and the gathered copy would be stale after the next optimizer step.
         shard_over_ranks(self.head, (), session.mesh, torch.float32, reshard_root=True)
         _log.info(
             "critic: a value head on the policy's own layers, %d parameters, of zeros", width + 1
@@ -167,22 +172,26 @@ class PolicyValues(nn.Module):
 
     @property
     def backbone(self) -> Any:
+        """The policy's decoder, which computes the hidden states."""
         return self.policy.model.get_decoder()
 
     def term(self, hidden: Tensor, _: Tensor) -> Tensor:
-        """Collective. Returns values, float32 [C], for hidden states [C, D]. It is a Term of the
-        policy."""
+        """Collective. Returns the values, float32 [C], of hidden states [C, D].
+
+        It has the signature of a `Term` of policy.py, so that the policy's forward pass can compute
+        values along with logprobs. The head of the language model is not used."""
         return _head_values(self.head, hidden)
 
     def forward(self, batch: MicroBatch) -> Tensor:
-        """Collective. Returns values [C] before `batch.target_ids`, with a gradient for the
-        head."""
+        """Collective. Returns the values just before each of `batch.target_ids`, float32 [C]. They
+        have a gradient for the value head, none for the policy."""
         with torch.no_grad():
             (hidden,) = self.policy(batch, lambda hidden, _: hidden, only_term=True)
         return self.term(hidden, hidden)
 
     def plain_values(self, token_ids: Tensor) -> Tensor:
-        """Collective. Returns values [S, L] of rows of one sequence each, by HF's forward pass."""
+        """Collective. Returns the values [S, L] at all tokens of `token_ids` [S, L], by HF's plain
+        forward pass: each row is one sequence. Proofs compare `forward` with it."""
         with plain_states(self.policy) as states:
             start = torch.zeros(1, dtype=torch.int64, device=token_ids.device)
             self.policy.plain_logits(token_ids, start)
@@ -195,7 +204,8 @@ class PolicyValues(nn.Module):
 
 @contextmanager
 def plain_states(policy: Policy) -> Iterator[list[Tensor]]:
-    """Yields a list that gets the decoder's last hidden states [S, L, D] of each pass inside."""
+    """Yields a list to which each forward pass inside the block appends the decoder's last hidden
+    states [S, L, D]."""
     states: list[Tensor] = []
     handle = policy.model.get_decoder().register_forward_hook(
         lambda *call: states.append(call[-1].last_hidden_state)
@@ -213,19 +223,19 @@ class TextRow:
     input_ids: Tensor
     """int64 [T]."""
     position_ids: Tensor
-    """int64 [T], from 0 in each text."""
+    """int64 [T], starting at 0 in each text."""
     lengths: list[int]
-    """Tokens of the S texts; their sum is T."""
+    """The number of tokens of each of the S texts; their sum is T."""
     starts: Tensor
-    """int32 [S + 1]: their `sequence_starts`."""
+    """int32 [S + 1]: `sequence_starts(lengths)`."""
     scored: Tensor
-    """int64 [S]: the position in the row whose hidden state gives the score."""
+    """int64 [S]: for each text, the position in the row whose hidden state gives the score."""
 
 
 class RewardModel(nn.Module):
-    """Scores texts, in the compute dtype but for the head.
+    """A frozen model that scores texts. It computes in the compute dtype, its head in float32.
 
-    Call it only through `forward` and `plain_score`, where FSDP gathers its parameters."""
+    Call only `forward` and `plain_score`, in which FSDP gathers the parameters."""
 
     def __init__(self, config: Any, label: int, attention: Backend, dtype: torch.dtype) -> None:
         super().__init__()
@@ -242,18 +252,19 @@ class RewardModel(nn.Module):
 
     @property
     def num_embeddings(self) -> int:
-        """Number of token ids that it knows."""
+        """The number of token ids in the model's embedding."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
     def forward(self, row: TextRow) -> Tensor:
-        """Collective. Returns the label's scores, float32 [S]."""
+        """Collective. Returns the score of each text by the label's row of the head, float32
+        [S]."""
         states = self.model.get_decoder()(
             input_ids=row.input_ids[None],
             position_ids=row.position_ids[None],
             use_cache=False,
             packed_layout=PackedLayout(row.lengths, row.starts, self._attention),
         )
-        # The head's product is float32: bfloat16 would round a score to 3 digits.
+        # Compute the head's product in float32: bfloat16 would round a score to 3 digits.
         hidden = states.last_hidden_state[0][row.scored].float()
         scores: Tensor = hidden @ self.model.score.weight[self._label].float()
         return scores
@@ -261,15 +272,17 @@ class RewardModel(nn.Module):
     def plain_score(self, token_ids: Tensor) -> Tensor:
         """Collective. Returns the score [] of one text [T] by transformers' own forward pass.
 
-        Nothing of ours is in it: proofs/ compares `forward` with it."""
+        It uses no code of ours, so that proofs/ can compare `forward` with it."""
         logits: Tensor = self.model(input_ids=token_ids[None], use_cache=False).logits
         return logits[0, self._label].float()
 
     def row_of(self, texts: list[list[int]]) -> TextRow:
-        """Packs texts in this order; equal lengths should be neighbours.
+        """Packs texts, given as token ids, into one row in this order.
 
-        Without texts the row is one token that counts nothing, so that the rank takes part."""
-        # Every rank must run the model, since FSDP gathers its layers from all ranks.
+        Texts of equal length should be neighbours. If there are no texts the row has a single token
+        whose score the caller must ignore."""
+        # Every rank must run the model, since FSDP gathers its layers from all ranks: a rank
+        # without texts needs a row, too.
         texts = texts or [[0]]
         ids: list[int] = []
         positions: list[int] = []
@@ -289,9 +302,9 @@ class RewardModel(nn.Module):
         )
 
     def _scored_position(self, text: list[int]) -> int:
-        """Returns the position of the last token that is not the padding token.
+        """Returns the position of the last token that is not the padding token, 0 if there is none.
 
-        transformers counts so, even if the padding token is the end of a text."""
+        transformers scores this token, even if a text really ends with the padding token."""
         positions = reversed(range(len(text)))
         return next((position for position in positions if text[position] != self._pad_id), 0)
 
@@ -299,10 +312,12 @@ class RewardModel(nn.Module):
 def build_reward_model(
     files: RewardModelFiles, config: ModelConfig, session: Session
 ) -> RewardModel:
-    """Collective. Returns the model of `files.folder`, frozen in the policy's compute dtype.
+    """Collective. Returns the reward model in `files.folder`, frozen and in the policy's compute
+    dtype.
 
-    It is built on the meta device, sharded by FSDP2, and each rank reads its own rows. Raises
-    ConfigError, which names the reward's key, for a model that cannot be packed."""
+    It is built on the meta device and sharded by FSDP2, and each rank reads only its own rows.
+    Raises ConfigError, which names the reward's key, if packed rows cannot run through the model or
+    if its head is another."""
     with errors_about(f"{files.where}.model"):
         path = str(files.folder)
         hf_config = load_config(path)
@@ -310,7 +325,7 @@ def build_reward_model(
         attention = attention_backend(hf_config, config, session)
         with torch.device("meta"):
             model = RewardModel(hf_config, files.label, attention, compute)
-        # Before any memory is taken on the device.
+        # Make these checks before any memory is allocated on the device.
         _refuse_other_heads(model.model, path)
         refuse_structure(model.model, path)
         stored = refuse_tensors(model.model, files.folder, saved_layout(model.model))
@@ -332,6 +347,7 @@ def build_reward_model(
 
 
 def _refuse_other_heads(model: Any, path: str) -> None:
+    """Raises ConfigError unless transformers scores a text with a head at its last token."""
     if type(model).forward is not GenericForSequenceClassification.forward:
         raise ConfigError(
             f"model.path: {path} is a {type(model).__name__}, which transformers does not score "

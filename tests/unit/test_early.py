@@ -459,7 +459,8 @@ def test_a_mark_at_the_start_of_a_file_is_no_part_of_it(folder: Path) -> None:
             "cuda",
             "rollout: one rollout of 5120 tokens (data.max_prompt_tokens + "
             "rollout.max_completion_tokens) takes "
-            "0.28 GiB of KV cache, and 0.06 GiB are there; raise rollout.gpu_memory_utilization or "
+            "0.28 GiB of KV cache, but only 0.06 GiB are available; "
+            "raise rollout.gpu_memory_utilization or "
             "rollout.tensor_parallel_size, or shorten the rollouts",
         ),
         (

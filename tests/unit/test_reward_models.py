@@ -185,7 +185,8 @@ def test_the_longest_text_is_within_positions_and_micro_batch(models: Path) -> N
 
     assert (longest(64), longest(4096), longest(64, max_tokens=20)) == (64, 256, 20)
     with pytest.raises(
-        ConfigError, match=r"max_tokens \(300\) is more than its model has positions \(256\)"
+        ConfigError,
+        match=r"max_tokens \(300\) is more than the model's number of positions \(256\)",
     ):
         longest(4096, max_tokens=300)
     with pytest.raises(ConfigError, match=r"more than training\.max_tokens_per_micro_batch \(64\)"):
