@@ -143,6 +143,7 @@ def penalise_rewards_by_kl(
         return decision
 
     def penalise(kl_by_rank: list[list[tuple[int, float]]]) -> tuple[list[float], float]:
+        """Returns (advantages by rollout id, mean of the penalties). Runs on rank 0."""
         step = decision.rank0_decision
         assert step is not None
         # Rollouts without a completion token are in no micro-batch: their KL is 0.

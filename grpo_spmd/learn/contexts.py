@@ -74,14 +74,14 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
     if episode.status not in EPISODE_STATUSES:
         return f"its status is {episode.status!r:.80}"
     if episode.status in FAILED_STATUSES and (episode.segments or episode.turns or token_ids):
-        return f"its status is {episode.status!r}, and it has tokens"
+        return f"its status is {episode.status!r}, but it has tokens"
     for number, segment in enumerate(episode.segments):
         if not len(segment.token_ids) or segment.sampled[0]:
             rule = "is empty or begins with a sampled token; a prompt token must come first"
             return f"segment {number} {rule}"
     sampled = [segment.token_ids[segment.sampled] for segment in episode.segments]
     if not np.array_equal(np.concatenate([*sampled, np.empty(0, np.int32)]), token_ids):
-        return "the tokens that its segments have as sampled are not those of the completion"
+        return "the tokens that its segments mark as sampled are not those of the completion"
     num_turn_tokens = sum(turn.num_tokens for turn in episode.turns)
     if num_turn_tokens != len(token_ids):
         return f"its turns have {num_turn_tokens} tokens, and {len(token_ids)} were sampled"

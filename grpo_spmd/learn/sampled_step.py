@@ -166,7 +166,7 @@ class _Rank0Step:
         self._positions = np.append(self._positions, sampled.rows["position"])
         ranks = np.repeat(np.arange(len(messages)), sampled.num_groups)
         self._ranks = np.append(self._ranks, ranks)
-        # Results must not depend on which rank sampled what.
+        # Sorted, since results must not depend on which rank sampled which group.
         rows = sampled.rows[np.argsort(sampled.rows["position"])]
         is_sorted = (np.diff(rows["position"]) > 0).all()
         assert is_sorted, "a group was sampled twice, and another not at all"
@@ -200,7 +200,8 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
-            # An episode with tools or in a gym that has no room for a turn has another status.
+            # Only an agent's episode can be idle: with tools or in a gym, an episode that has no
+            # room for a turn has another status.
             is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
             if is_idle.any():
                 raise RewardError(

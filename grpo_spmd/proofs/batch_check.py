@@ -103,6 +103,7 @@ class BatchCheck:
         rewards = self.rewards_of(sampled, decision)
         penalised = {i: reward - kl_penalties.get(i, 0.0) for i, reward in rewards.items()}
         step_mean, step_deviation = moments(join_ranks([*penalised.values()]))
+        # (id, hash, reward) of each rollout that this rank sampled, to be compared on rank 0.
         reports: list[tuple[int, int, float]] = []
         # Positions of groups that have a spread and yet are not trained on. This is right only for
         # surplus groups; rank 0 knows which these are.
@@ -150,6 +151,7 @@ class BatchCheck:
                 )
                 reports.append((i, rollout_hash, rewards[i]))
         result.metrics["advantages"] = decision.num_rollouts
+        # (id, hash) of each rollout that this rank trains on.
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
@@ -387,7 +389,7 @@ class BatchCheck:
             count = next(counts), next(counts)
             if count != pair:
                 result.errors.append(
-                    f"mini-batch {number} is to divide by {pair} tokens and sequences, and has "
+                    f"mini-batch {number} is to divide by {pair} tokens and sequences, but has "
                     f"{count}"
                 )
 
@@ -449,7 +451,8 @@ def _turn_advantages(
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
-    """Returns (rollout id, hash) of each rollout in a micro-batch.
+    """Returns (rollout id, hash) of each rollout in a micro-batch. With `has_critic`, advantages
+    are hashed as 0, as in `BatchCheck.run`.
 
     The hash is _MISALIGNED if a target is not the token after the position that predicts it, if
     positions do not count from 0 in each sequence, or if a sequence starts elsewhere."""
@@ -475,7 +478,7 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
         entries = np.flatnonzero(index == number)
         tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
         routes = [c.routes for c in contexts if c.rollout_id == i]
-        # -1 stands for the token after the last one, to which a wrong position may point.
+        # The token that each position predicts; -1 if a wrong position points behind the last one.
         following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
         if not is_aligned or not np.array_equal(targets[entries], following):
             hashes.append((i, _MISALIGNED))

@@ -381,6 +381,7 @@ class GradientCheck:
         self._values = signals.values
         bounds = _BOUNDS[settings.dtype]
         self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
+        # The largest relative rounding of a number in the compute dtype.
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
         self._score_bound_of_dtype = SCORE_BOUNDS[settings.dtype]
         self._min_score_bound = settings.score_bound
@@ -469,7 +470,7 @@ class GradientCheck:
             if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
                 difference = abs(float(totals[name].value) - float(term.value.detach()))
                 result.check_difference(
-                    f"the term {name!r} of the loss, of the size of what it sums,",
+                    f"the term {name!r} of the loss, relative to the sum of its |summands|,",
                     "loss",
                     difference / max(term.size, 1e-12),
                     bound=term_bounds.get(name, self._bounds.term),
@@ -480,7 +481,7 @@ class GradientCheck:
         # rank computed from its own tokens.
         plain_reduced = sketch_of_trainer - sketch.of_gradient()
         result.check_difference(
-            "the sum over ranks of a gradient, of its norm,",
+            "the sum over ranks of a gradient, relative to its norm,",
             "reduction",
             relative_difference(plain_reduced, sketch.of_tokens),
             self._bounds.reduction,
@@ -682,8 +683,9 @@ class GradientCheck:
         }
         worst = max(excess, key=lambda name: excess[name])
         num_above = sum(value > 1.0 for name, value in excess.items() if name != WHOLE)
-        subject = f"the gradient of {worst}, of its norm,"
+        subject = f"the gradient of {worst}, relative to its norm,"
         lone_bound = min(_LONE_EXCESS * bounds[worst], _MAX_GRADIENT_BOUND)
+        # A lone tensor exceeds its bound, by little, while the whole gradient does not.
         is_lone = num_above == 1 and excess[WHOLE] <= 1.0 and relative[worst] <= lone_bound
         if self._is_rounded and is_lone:
             _log.warning(
@@ -787,6 +789,7 @@ class _Sketch:
         products to `of_tokens`."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            """Runs after the layer's forward pass, and hooks its backward pass."""
             # dL/dW is the sum over tokens of (gradient of the output) x (input).
             input_products = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
@@ -821,7 +824,7 @@ def _synthetic_logprobs(
     # With the engine's logprobs as the old ones there is no mismatch to correct.
     if loss.old_logprobs == "engine":
         factors *= 0.0
-    steps: list[Numbers] = []
+    offsets: list[Numbers] = []
     for rollout in rollouts:
         number = rollout.rollout_id
         length = len(rollout.completion_ids)
@@ -837,8 +840,8 @@ def _synthetic_logprobs(
             mismatch = np.full(length, factors[number % len(factors)] / length)
         old = -ratios[indices]
         ref = np.array([-0.4, 0.3, 0.7])[(number + t) % 3]
-        steps.append(np.stack([old, old - mismatch, ref]))
-    columns = base + torch.from_numpy(np.concatenate(steps, axis=1)).to(base.device)
+        offsets.append(np.stack([old, old - mismatch, ref]))
+    columns = base + torch.from_numpy(np.concatenate(offsets, axis=1)).to(base.device)
     return dict(zip(("old", "engine", "ref"), columns.float(), strict=True))
 
 

@@ -506,6 +506,7 @@ class AdamwCheck:
         share = expected.abs() / _of_columns(largest, shadow.parameter).clamp_min(1e-38)
         # Codes are rounded up above a threshold that each step moves (AdamW8bit).
         offset = self._num_updates * 0.6180339887498949 % 1
+        # As in AdamW8bit, codes of exp_avg_sq are at least 1.
         lowest = int(key == "exp_avg_sq")
         low, high = (
             ((share + rounding * 1e-4).clamp_min(0).sqrt() * levels + offset + rounding)
@@ -524,7 +525,7 @@ class AdamwCheck:
         """Records `error` relative to `size`, that of what is compared, and compares it with
         `bound`."""
         relative = error / size if size else float(error > 0)
-        self.result.check_difference(f"{subject}, of its size,", "AdamW", relative, bound)
+        self.result.check_difference(f"{subject}, relative to its size,", "AdamW", relative, bound)
 
     def _check_groups(self) -> None:
         """Checks the optimizer's settings and its list of tensors.
