@@ -119,7 +119,8 @@ class RewardModelCheck:
         max_tokens = self._files.max_tokens
         is_long = len(ids) > max_tokens
         ids = ids[-max_tokens:]
-        # The policy may sample a token id for which the reward model has no embedding.
+        # The policy may sample a token id for which the reward model has no embedding. The passes
+        # are made all the same, over any token.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
         read = ids if is_readable else [0]
         plain = self._plain_score(read)
@@ -129,7 +130,7 @@ class RewardModelCheck:
             return
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                errors.append(f"a text was scored, over {max_tokens} tokens")
+                errors.append(f"a text of over {max_tokens} tokens was scored")
         elif is_readable and scored.value is None:
             errors.append(f"a text of {len(ids)} tokens has no score")
         # If the plain pass overflows, there is no number to compare with.
@@ -161,8 +162,8 @@ class RewardModelCheck:
         return str(self._policy_tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _reads_tokens(self, scored: ScoredCompletion) -> bool:
-        """Returns whether the policy's own token ids are scored, without decoding: so it is for
-        plain text if the reward model has the policy's vocabulary."""
+        """Returns whether the reward model reads the policy's own token ids, without decoding. It
+        does for plain text, if its vocabulary contains the policy's."""
         is_text = isinstance(scored.prompt.text, str) and scored.completion.episode is None
         return is_text and self._has_policy_vocabulary
 
@@ -195,8 +196,7 @@ class RewardModelCheck:
 def _raise_if_different(
     name: str, ranks: list[tuple[list[str], list[tuple[float, float]]]], mean_bound: float
 ) -> float | None:
-    """Returns the largest difference over all ranks, or None if no text was compared. Runs on rank
-    0.
+    """Returns the largest difference over all ranks, or None without any text. Runs on rank 0.
 
     `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
     error, or if the mean difference is above its bound."""
