@@ -17,13 +17,14 @@ from grpo_spmd.records import Completion, Episode
 
 # One row per group, one column per completion.
 Grid = Float[Tensor, "P G"]
-# Values of C tokens.
+# One value for each of C tokens.
 Array = npt.NDArray[np.float64]
 # One number for all tokens of a completion, or one for each.
 Credit = float | npt.NDArray[np.float64]
-# Rewards of a group that differ by less have nothing to teach: dividing by their deviation would
-# amplify rounding.
+# Rewards whose standard deviation is below this count as all alike: dividing by it would amplify
+# rounding.
 ZERO_STD_TOLERANCE = 1e-6
+# Added to a variance before it divides. Returns with a smaller variance count as all alike.
 _MIN_VARIANCE = 1e-8
 
 
@@ -32,23 +33,22 @@ def compute_advantages(
 ) -> tuple[Grid, Bool[Tensor, " P"]]:
     """Returns (advantages [P, G], mask [P] of the groups whose rewards have no spread).
 
-    `rewards` [P, G] are those of P groups of G completions.
-
-    A group has no spread if its rewards are all alike, or if fewer than two are known.
+    `rewards` [P, G] are those of P groups of G completions. A group has no spread if its rewards
+    are all alike, or if fewer than two are known.
 
     A NaN reward means "unknown": it enters no mean or deviation, and its advantage is 0. The
     advantages of a group without spread are 0 too, except with "reinforce_pp", whose baseline is
-    not the group's, and "gae", which returns the rewards. Standard deviations are unbiased (n - 1),
-    as in GRPO's reference code.
+    the mean over all groups, and "gae", which returns the rewards. Standard deviations are unbiased
+    (n - 1), as in GRPO's reference code.
 
     Args:
         estimator: "grpo" (reward minus group mean, divided as `normalize_std` says; Shao et al.
             2024), "dr_grpo" (never divided; Liu et al. 2025), "rloo" (reward minus the mean of the
             *other* rewards of the group; Ahmadian et al. 2024), "reinforce_pp" (REINFORCE++, Hu et
             al. 2025: minus the mean of all rewards, divided by their standard deviation) or
-            "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; it is made
-            for rewards of 0 and 1, and a group whose mean is not above 0 gets 0). "gae": the
-            rewards themselves, from which the critic makes advantages later.
+            "max_rl" (Tajwar et al. 2026: reward minus group mean, divided by that mean; meant for
+            rewards of 0 and 1, and 0 for a group whose mean is not above 0). "gae": the rewards
+            themselves, from which the critic makes advantages later.
         normalize_std: "group", "batch" or "none"; only "grpo" reads it.
     """
     rewards = rewards.double()
@@ -74,7 +74,7 @@ def compute_advantages(
     elif estimator == "grpo" and normalize_std == "batch":
         advantages = centered / batch_std(rewards).clamp(min=ZERO_STD_TOLERANCE)
     elif estimator == "max_rl":
-        # Divided by a negative mean, the better completions would count as worse.
+        # Dividing by a negative mean would make the better completions count as the worse ones.
         usable = mean >= ZERO_STD_TOLERANCE
         advantages = torch.where(usable, centered / mean.clamp(min=ZERO_STD_TOLERANCE), 0.0)
     else:
@@ -83,7 +83,8 @@ def compute_advantages(
 
 
 def batch_std(rewards: Grid) -> Float[Tensor, ""]:
-    """Returns the unbiased standard deviation over all known rewards; 0 if fewer than two are."""
+    """Returns the unbiased standard deviation of all known rewards, or 0 if fewer than two are
+    known."""
     known_rewards = rewards[~rewards.isnan()].double()
     if len(known_rewards) < 2:
         return torch.zeros((), dtype=torch.float64)
@@ -102,7 +103,8 @@ def overlong_penalties(
     return penalty * ((num_tokens - (max_tokens - buffer_tokens)) / buffer_tokens).clamp(0.0, 1.0)
 
 
-# With `environment.discount` each turn of an episode is judged by the rewards from it on.
+# Advantages of turns. With `environment.discount`, a turn of an episode is judged by its own reward
+# and the discounted rewards of the turns after it.
 
 
 def credited_tokens(
@@ -113,10 +115,11 @@ def credited_tokens(
     estimator: str,
     slope: float | None,
 ) -> Sequence[Credit]:
-    """Returns the advantages of the tokens of each completion of a group.
+    """Returns, for each completion of a group, one advantage for all its tokens or one for each.
 
-    One number stands for all tokens of a completion. With gae `advantages` are still rewards, and
-    the result is the rewards of the tokens."""
+    `discount` is `environment.discount`. None: all tokens of a completion have its advantage. With
+    the estimator "gae", `advantages` are still rewards (see compute_advantages), and the result is
+    the reward of each token. `slope` is as in `turn_advantages`."""
     if estimator == "gae":
         pairs = zip(advantages, completions, strict=True)
         return [token_rewards(reward, c, by_turn=discount is not None) for reward, c in pairs]
@@ -133,14 +136,17 @@ def turn_advantages(
     discount: float,
     slope: float | None = None,
 ) -> list[Credit]:
-    """Returns the advantages of each token of a group's episodes, from the advantages of whole
-    episodes.
+    """Returns, for each episode of a group, the advantages of its sampled tokens.
 
-    An estimator maps rewards to advantages by a line, A = (reward - baseline) / scale. A turn's
-    advantage is on the same line: its return to go takes the place of the whole return, and the
-    group's mean of returns from that turn on (0 for an episode that has ended) takes the place of
-    the mean of whole returns. So the turns are as centred as the episodes are. `slope` is 1 /
-    scale; None: it is found from the group, and a group whose rewards are all alike has none.
+    All tokens of a turn have the turn's advantage, which is made from the `advantages` and
+    `rewards` of whole episodes. An estimator maps rewards to advantages by a line, A = (reward -
+    baseline) / scale. A turn's advantage is on the same line: the turn's return to go takes the
+    place of the episode's return, and the group's mean return from that turn on (an episode that
+    has ended by then counts 0) takes the place of the group's mean return. So turns are centred as
+    episodes are.
+
+    `slope` is 1 / scale. None: it is computed from this group, and is 0 if the rewards are all
+    alike. An episode whose reward is unknown, or that has no turns, keeps its one advantage.
     """
     scored = [i for i, reward in enumerate(rewards) if reward is not None and math.isfinite(reward)]
     if slope is None:
@@ -148,7 +154,8 @@ def turn_advantages(
     returns = [
         returns_to_go(episode, discount) if episode is not None else [] for episode in episodes
     ]
-    # The return from turn t on, 0 after the last turn, minus the whole return.
+    # [episodes, turns]: the return from each turn on (0 after an episode's last turn), minus the
+    # return of the whole episode.
     padded = np.array([*zip_longest(*returns, fillvalue=0.0)]).reshape(-1, len(returns)).T
     centred = padded - padded[:, :1]
     if scored:
@@ -171,9 +178,11 @@ def returns_to_go(episode: Episode, discount: float) -> list[float]:
 
 
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
-    """Returns the reward of each sampled token for gae: the rollout's reward at the last token;
-    with `by_turn` each turn's reward at its end, and the rest of the rollout's at the last
-    token."""
+    """Returns the reward of each sampled token, for gae. The rewards of the tokens add up to
+    `reward`, that of the rollout.
+
+    All of it is given at the rollout's last token. With `by_turn`, each turn's reward is given at
+    the turn's last token, and what is left of `reward` at the rollout's last token."""
     rewards = np.zeros(len(completion.token_ids))
     end = 0
     for turn in completion.episode.turns if by_turn and completion.episode is not None else ():
@@ -186,7 +195,8 @@ def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array
 
 
 def _slope(rewards: Sequence[float], advantages: Sequence[float]) -> float:
-    """Returns 1 / scale; 0 if the rewards are all alike, since there is nothing to learn."""
+    """Returns the slope of the least-squares line from rewards to advantages, or 0 if the rewards
+    are all alike."""
     center = sum(rewards) / max(len(rewards), 1)
     spread = sum((reward - center) ** 2 for reward in rewards)
     products = sum((reward - center) * a for reward, a in zip(rewards, advantages, strict=True))
@@ -196,23 +206,23 @@ def _slope(rewards: Sequence[float], advantages: Sequence[float]) -> float:
 # Generalized advantage estimation (Schulman et al. 2016), its whitening, and the value loss.
 #
 # The sampled tokens of a rollout are one sequence of decisions; tokens that the environment gives
-# between turns are no step and have no value. After the last token the value is 0, also if the
-# completion was cut off: its reward was given for it as it is.
+# between turns are no part of it and have no value. The value after the last token is 0, even if
+# the completion was cut off at the length limit: its reward was given for the text as it is.
 
 
 def gae_advantages(
     rewards: Array, values: Array, lengths: npt.NDArray[np.int64], gamma: float, lam: Array | float
 ) -> Array:
-    """Returns A_t = sum over k of (gamma lam)^k delta_{t+k} of each of C tokens, where delta_t =
-    r_t + gamma V_{t+1} - V_t.
+    """Returns the GAE advantage of each of C tokens: A_t = sum over k of (gamma lam)^k delta_{t+k},
+    where delta_t = r_t + gamma V_{t+1} - V_t.
 
-    `rewards` and `values` [C] are those of S consecutive sequences with these `lengths` [S]. `lam`
-    is one number for all, or one for each sequence [S].
+    `rewards` and `values` [C] hold S sequences one after the other; `lengths` [S] are their numbers
+    of tokens. `lam` is one number for all sequences, or an array [S] with one for each.
     """
     factors = (gamma * np.broadcast_to(lam, lengths.shape)).tolist()
     advantages: list[float] = []
-    # From the last token of the last sequence back to the first, over Python floats: an operation
-    # of numpy on one token of each sequence costs more than all its arithmetic.
+    # From the last token of the last sequence back to the first, in Python floats: a numpy
+    # operation on one token of each sequence would cost more in overhead than in arithmetic.
     steps = zip(reversed(rewards.tolist()), reversed(values.tolist()), strict=True)
     for length, factor in zip(reversed(lengths.tolist()), reversed(factors), strict=True):
         advantage = next_value = 0.0
@@ -224,8 +234,9 @@ def gae_advantages(
 
 
 def length_lambda(lengths: npt.NDArray[np.int64], alpha: float) -> Array:
-    """Returns 1 - 1 / (alpha l) for completions of l tokens, at least 0 (VAPO, Yue et al. 2025):
-    the same share of the reward reaches the first token of long and short completions."""
+    """Returns GAE's lambda for completions of l tokens: 1 - 1 / (alpha l), at least 0 (VAPO, Yue et
+    al. 2025). With it the same share of the reward reaches the first token of long and short
+    completions."""
     return np.maximum(0.0, 1.0 - 1.0 / (alpha * np.maximum(lengths, 1)))
 
 
@@ -233,8 +244,8 @@ def whitening(count: float, total: float, squares: float) -> tuple[float, float]
     """Returns (mean, factor) so that the values (A - mean) * factor have mean 0 and unbiased
     variance 1.
 
-    `count`, `total` and `squares` are the number of the advantages A, their sum and their sum of
-    squares. The factor is at most 1e4."""
+    A are `count` advantages with the sum `total` and the sum of squares `squares`. The factor is at
+    most 1e4."""
     if count < 2:
         return (total / count if count else 0.0), 1.0
     mean = total / count
@@ -271,8 +282,8 @@ def value_loss(
     """Returns (sum of half the squared errors of the tokens that count, number of clipped tokens).
 
     The squared error of a token is the larger one of two: that of its value V, and that of V
-    clipped to within `clip` of its old value, as in PPO's first code. A token is clipped if the
-    second one is larger.
+    clipped to within `clip` of its old value, as in OpenAI's first code of PPO. A token is clipped
+    if the second one is larger. If `clip` is None, no value is clipped.
     """
     zero = torch.zeros((), dtype=values.dtype, device=values.device)
     v, old, target = (torch.where(loss_mask, x, zero) for x in (values, old_values, returns))

@@ -1,8 +1,9 @@
 """Turns the scored groups of a rank into the batch that the rank trains on.
 
-Rank 0 decides about the step from a few numbers per rollout (sampled_step.py). Then every rollout
-is sent from the rank that sampled it to the rank that trains on it, in one exchange of bytes
-between all ranks. There the rollouts of a row are joined into a micro-batch without padding.
+Rank 0 decides from a few numbers per rollout which rank trains on which rollouts (sampled_step.py).
+Then every rollout is sent from the rank that sampled it to the rank that trains on it, in one
+exchange of bytes between all ranks. There the rollouts of a row are joined into a micro-batch
+without padding.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from grpo_spmd.records import (
     Segment,
 )
 
-# The policy's own routes are compared with the engine's in one of so many rollouts: a forward pass
-# without gradients takes a third of an update's time, so that this is 2 % of it.
+# One rollout in this many is used to compare the policy's own routes with the engine's. A forward
+# pass without gradients takes a third of an update's time, so the comparison takes 2 % of it.
 _SAMPLE_EVERY = 16
 
 
@@ -49,7 +50,7 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
     outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
     for rollout in _sampled_rollouts(sampled, decision):
         outgoing[decision.trained_by[rollout.rollout_id]].append(rollout)
-    # All ranks send to all ranks at once: through rank 0 the tokens of a step would take long.
+    # All ranks send to all ranks at once: sending a step's tokens through rank 0 would be slow.
     incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
     rollouts_by_id = {
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
@@ -70,8 +71,9 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 
 
 def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
-    """Returns every 16th of the rollouts with routes, and no more tokens than the longest row
-    has."""
+    """Returns every 16th rollout of these rows if it has routes, to compare the policy's own routes
+    with the engine's. The sample has at most as many tokens as the longest row, so that it fits in
+    one forward pass."""
     room = max((sum(rollout.num_tokens for rollout in row) for row in rows), default=0)
     sample = []
     for rollout in list(chain.from_iterable(rows))[::_SAMPLE_EVERY]:
@@ -112,9 +114,11 @@ def episode_rollout(
     segments: Sequence[Segment],
     logprobs: Any,
 ) -> Rollout:
-    """Returns the rollout of an episode, or of a completion that is one segment. Its prompt is the
-    beginning of the first segment, its completion the sampled tokens of all segments."""
-    # All of it if nothing was sampled.
+    """Returns the rollout of an episode with these segments, or of a completion as one segment.
+
+    Its prompt is what the first segment has before its first sampled token; its completion is the
+    sampled tokens of all segments. `logprobs` are the engine's for these."""
+    # If nothing was sampled, the whole segment is the prompt.
     num_prompt_tokens = int(np.append(segments[0].sampled, True).argmax())
     return Rollout(
         rollout_id=rollout_id,
@@ -130,13 +134,16 @@ def episode_rollout(
 def penalise_rewards_by_kl(
     batch: RolloutBatch, decision: Decision, loss: LossConfig, advantage: AdvantageConfig
 ) -> Decision:
-    """Collective. With `loss.kl_in: reward`, subtracts kl_coef * (KL to the reference, summed over
-    the completion) from each reward and computes the advantages again, also those in `batch`. With
-    gae the critic does it token by token."""
+    """Collective. With `loss.kl_in: reward`, returns the decision with the advantages of penalised
+    rewards, and writes these advantages into `batch`.
+
+    The penalty of a rollout is kl_coef * (KL to the reference, summed over the completion). With
+    the estimator "gae" nothing is changed here: the critic subtracts the penalty token by token."""
     if loss.kl_in != "reward" or advantage.estimator == "gae":
         return decision
 
     def penalise(kl_by_rank: list[list[tuple[int, float]]]) -> tuple[list[float], float]:
+        """Returns (advantages by rollout id, mean of the penalties). Runs on rank 0."""
         step = decision.rank0_decision
         assert step is not None
         # Rollouts without a completion token are in no micro-batch: their KL is 0.
@@ -170,14 +177,15 @@ def _sum_kl(batch: RolloutBatch, estimator: str) -> dict[int, float]:
         per_token = kl_estimate(
             micro_batch.old_logprobs, micro_batch.ref_logprobs, estimator
         ).double()
+        # Of the C sums, the first ones are those of the row's rollouts; the rest is 0.
         sums = torch.zeros_like(per_token).index_add_(0, micro_batch.sequence_index, per_token)
         kl_by_id |= zip(micro_batch.rollout_ids, sums.tolist(), strict=False)
     return kl_by_id
 
 
 class _SentRollout(msgspec.Struct, array_like=True):
-    """A rollout on the way from the rank that sampled it to the rank that trains on it, its arrays
-    as bytes."""
+    """A rollout as it is sent from the rank that sampled it to the rank that trains on it. Arrays
+    are bytes."""
 
     rollout_id: int
     advantages: float | bytes
@@ -193,8 +201,8 @@ class _SentRollout(msgspec.Struct, array_like=True):
 
 
 def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
-    """Returns rollouts as bytes, for the way from the rank that sampled them to the rank that
-    trains on them. Their tokens are in the loss all together or not at all."""
+    """Returns rollouts as bytes, to be sent from the rank that sampled them to the rank that trains
+    on them. The loss mask of a rollout must be one bool for all its tokens."""
     sent = [
         _SentRollout(
             rollout.rollout_id,
@@ -221,7 +229,8 @@ def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
 
 
 def decode_rollouts(payload: bytes) -> list[Rollout]:
-    """Reads the bytes of `encode_rollouts`. Each rollout has its contexts as segments."""
+    """Returns the rollouts from the bytes of `encode_rollouts`. Each rollout has its contexts as
+    segments."""
     rollouts = []
     for sent in msgspec.msgpack.decode(payload, type=list[_SentRollout]):
         segments = []
@@ -242,8 +251,8 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
 def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
     """Returns one row of rollouts as a micro-batch without padding.
 
-    A row without any completion token becomes two tokens that do not count, so that the rank keeps
-    step with the others.
+    A row without any completion token is replaced by a placeholder of two tokens that do not count
+    in the loss, so that this rank makes as many passes as the others.
     """
     ids_with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     # The backward pass needs at least one logprob to start from.
@@ -266,7 +275,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         return copy_to_device(torch.from_numpy(values), device)
 
     def per_token(values: Sequence[float | npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
-        # A rollout has one value for all its tokens, or one for each.
+        # `values` has, for each rollout, one number for all its tokens or an array of one for each.
         columns = zip(num_completion, values, strict=True)
         return on_device(np.concatenate([np.full(n, value, dtype) for n, value in columns]))
 
@@ -284,6 +293,7 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         ),
         advantages=per_token([rollout.advantages for rollout in rollouts], np.float32),
         loss_mask=per_token([rollout.loss_mask for rollout in rollouts], np.bool_),
+        # Rollouts are counted without those that have no completion token, as in `rollout_ids`.
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=ids_with_tokens,
         routes=_pack_routes(contexts, device),
@@ -291,11 +301,12 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
 
 
 def _pack_routes(contexts: Sequence[Segment], device: torch.device) -> RowRoutes | None:
-    """Returns the routes of a row; None if none were recorded."""
+    """Returns the routes that the policy replays for the tokens of a row, or None if the engine
+    recorded none."""
     recorded = [context.routes for context in contexts if context.routes is not None]
     if not recorded:
         return None
-    # Any routes do where nothing is recorded: such a token predicts none.
+    # Where no routes were recorded any experts will do: no sampled token is predicted there.
     anywhere = np.broadcast_to(np.arange(recorded[0].shape[2]), (1, *recorded[0].shape[1:]))
     blocks = []
     is_recorded = []

@@ -26,9 +26,9 @@ from grpo_spmd.records import BatchPlan
 
 Numbers = Sequence[float] | npt.NDArray[Any]
 Ids = npt.NDArray[np.int32]
-# Rows that run side by side are level enough if their costs differ by this share.
+# Rows that run at the same time are level enough if their costs differ by at most this fraction.
 _MAX_SPREAD = 1e-3
-# The number of cheap rows with which the costliest row tries to exchange.
+# The number of cheapest rows with which the costliest row tries to exchange a rollout.
 _MAX_PARTNERS = 16
 # Stands for "no rollout" in an exchange: items count from 1.
 _NO_ITEM = 0
@@ -36,12 +36,12 @@ _NO_ITEM = 0
 
 def attention_cost_ratio(num_parameters: int, model_config: Any) -> float:
     """Returns b / a for the cost a*L + b*L^2 of a rollout of L tokens, from the FLOPs of a dense
-    decoder. `model_config` is that of transformers; if it has no sizes, returns 0: then the cost is
-    the number of tokens.
+    decoder.
 
     a = 6 * parameters (the matrices); b = 12 * layers * heads * head_dim / 2 (attention; half,
-    since it is causal). Layers with a sliding window count in neither. At 1,000 tokens of
-    Qwen2.5-1.5B attention adds 3 %.
+    since it is causal). Only layers with full attention count in b. At 1,000 tokens of Qwen2.5-1.5B
+    attention adds 3 %. `model_config` is transformers' config of the model. If it does not state
+    the sizes, the result is 0, which makes the cost the number of tokens.
     """
     text = model_config.get_text_config()
     num_heads = getattr(text, "num_attention_heads", 0)
@@ -64,14 +64,14 @@ def plan_batch(
     first.
 
     Mini-batches are consecutive blocks of rollouts, so that each optimizer step sees the same
-    rollouts at every world size. Within one, FSDP's collectives make all ranks wait for the slowest
-    at each micro-batch: the rows that run side by side, one per rank, are made to cost the same.
-    All ranks have the same number of micro-batches, at least one (they would deadlock otherwise);
-    if a rank has no more work, its lists are empty.
+    rollouts at every world size. Within a mini-batch, FSDP's collectives make all ranks wait for
+    the slowest at each micro-batch, so the rows that run at the same time, one per rank, are made
+    to cost the same. All ranks have the same number of micro-batches, at least one (they would
+    deadlock otherwise); if a rank has no more work, its lists are empty.
 
     `num_tokens` [B] counts prompt and completion, in the order of rollout ids. `mini_batch_sizes`,
-    in rollouts, add up to B. `max_tokens` bounds a row; no rollout may be longer. `costs` [B] are
-    those of a forward and backward pass, in any unit; None: the tokens.
+    in rollouts, add up to B. No row, and so no rollout, may have more than `max_tokens` tokens.
+    `costs` [B] are those of a forward and backward pass, in any unit. None: the number of tokens.
     """
     all_tokens = np.asarray(num_tokens, np.int64)
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
@@ -88,8 +88,8 @@ def plan_batch(
 
 
 def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
-    """Returns the number of groups of each mini-batch, as even as possible: dynamic sampling may
-    leave a step with fewer groups than it asked for."""
+    """Returns the number of groups of each mini-batch, as even as possible. They cannot always be
+    equal: dynamic sampling may leave a step with fewer groups than it asked for."""
     size, num_larger = divmod(num_groups, num_mini_batches)
     return [size + (i < num_larger) for i in range(num_mini_batches)]
 
@@ -97,12 +97,12 @@ def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
 def plan_metrics(
     plan: BatchPlan, num_tokens: Numbers, costs: Numbers | None = None
 ) -> dict[str, float]:
-    """Returns how even a plan is.
+    """Returns metrics of how evenly a plan loads the ranks.
 
-    `packing_efficiency_frac` is the share of their time in which ranks work and do not wait: the
-    sum of costs over (ranks * the sum of the costliest row at each micro-batch).
-    `rank_..._spread_frac` is (largest - smallest rank) over the largest, in the whole step.
-    `micro_batches` counts the forward-backward passes of a rank.
+    `packing_efficiency_frac` is the share of time in which ranks work instead of waiting: the sum
+    of all costs over (number of ranks * the sum, over micro-batches, of the costliest row).
+    `rank_cost_spread_frac` and `rank_token_spread_frac` are (largest - smallest) / largest of the
+    ranks' sums over the whole step. `micro_batches` counts the forward-backward passes of a rank.
     """
     num_ranks = len(plan.lengths[0])
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
@@ -112,7 +112,7 @@ def plan_metrics(
     rank_tokens = np.zeros(num_ranks)
     for ids, lengths in plan.blocks():
         row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
-        # bincount adds one after the other, as a plain sum does: numpy's own sums add pairs.
+        # bincount adds values in their order, as Python's sum does; np.sum adds them pairwise.
         row_costs, row_tokens = (
             np.bincount(row_of, values[ids], lengths.size).reshape(lengths.shape)
             for values in (all_costs, all_tokens)
@@ -140,11 +140,12 @@ def fill_rows(
     """Returns the indices of the rollouts, row after row with the rows of rank 0 first, and the
     lengths [ranks, rows per rank] of the rows.
 
-    Here a rollout is an item: its rank by cost, the cheapest first, counted from 1. An item is a
-    Python object only while its row is levelled: else items would take hundreds of bytes per
-    rollout, and the garbage collector would visit all of them.
+    While rows are levelled, a rollout is represented by its item: its number in the order of cost,
+    where 1 is the cheapest. Items are Python objects only as long as their row is levelled;
+    otherwise they would take hundreds of bytes per rollout, and the garbage collector would visit
+    all of them.
     """
-    # Stable, so that the plan does not depend on the platform's sort.
+    # Both sorts are stable, so that the plan does not depend on the platform's algorithm.
     cheapest_first = np.lexsort((tokens, costs)).astype(np.int32)
     item_of = np.empty(len(costs), np.int32)
     item_of[cheapest_first] = np.arange(1, len(costs) + 1)
@@ -185,13 +186,14 @@ def _deal(
 ) -> tuple[Ids, list[float], list[int]]:
     """Returns (the row of each rollout, the cost of each row, the tokens of each row).
 
-    Deals rollouts to the rows of all ranks: each, in this order, goes to the row that lacks most
-    of its target cost, in O(n log n).
+    Deals rollouts, the costliest first, to the rows of all ranks: each goes to the row that is
+    furthest below its target cost. Takes O(n log n).
 
-    There are as few rows as the tokens allow, and `num_ranks` more whenever no more fits. The
-    targets of `num_ranks` rows at a time are equal: the mean of the remaining cost per row, or the
-    costliest remaining rollout if it costs more (or the rows next to such a rollout would wait for
-    it half empty, and leave more for later).
+    It starts with as few rows as the tokens allow, and adds `num_ranks` rows whenever a rollout
+    does not fit in the row that is next. Targets are equal for `num_ranks` rows at a time, those
+    that will run together: the mean of the remaining cost per row, or the cost of the costliest
+    remaining rollout if that is larger. Without the latter, the rows beside such a rollout would
+    wait for it half empty, and leave more work for later rows.
     """
     rows_per_rank = max(1, -(-int(tokens.sum()) // (num_ranks * max_tokens)))
     remaining = sum(_to_array(costs)) / num_ranks
@@ -201,7 +203,7 @@ def _deal(
         target = max(costliest, remaining / (rows_per_rank - number))
         targets += [target] * num_ranks
         remaining = max(0.0, remaining - target)
-    # A heap of (filled part - target, row); it is sorted already.
+    # A heap of (filled part - target, row). As the targets fall, the list is a heap already.
     emptiest = [(-target, row) for row, target in enumerate(targets)]
     row_of = array("i")
     row_costs = [0.0] * len(targets)
@@ -218,8 +220,8 @@ def _deal(
         row_of.append(row)
         row_tokens[row] += num_tokens
         row_costs[row] += cost
-        # A row of short rollouts is out of tokens before it costs as much as one of long rollouts:
-        # the scarcer of both counts.
+        # A row of short rollouts reaches max_tokens before it costs as much as a row of long ones.
+        # A row is as full as its tokens or its cost say, whichever is more.
         target = targets[row]
         token_share = row_tokens[row] / max_tokens * target
         filled = max(token_share, row_costs[row])
@@ -240,7 +242,7 @@ class _ItemTable:
 
 
 class _Row:
-    """A row of items; its cost and tokens change when it takes part in an exchange."""
+    """A row of items. Its cost and number of tokens change when it takes part in an exchange."""
 
     __slots__ = "cost", "items", "offer_costs", "offers", "tokens"
 
@@ -248,8 +250,8 @@ class _Row:
         self.cost = cost
         self.tokens = tokens
         self.items = items
-        # The items that the row may give away, and _NO_ITEM, the cheapest first; then their costs,
-        # with infinity at the end. Empty until an exchange asks for them.
+        # What the row may give in an exchange (its items and _NO_ITEM, the cheapest first), and the
+        # costs of these with infinity at the end. Both are empty until an exchange asks for them.
         self.offers: list[int] = []
         self.offer_costs: list[float] = []
 
@@ -272,8 +274,8 @@ class _Row:
 
 
 def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
-    """Makes rows cost the same: exchanges a rollout of the costliest row for a cheaper one of a
-    cheap row, or for none, as long as an exchange brings two rows closer."""
+    """Evens out the costs of rows that run together: exchanges an item of the costliest row for a
+    cheaper one of a cheap row, or for none, as long as this brings the two rows' costs closer."""
     order = sorted((row.cost, number) for number, row in enumerate(rows))
     while len(order) > 1 and order[-1][0] - order[0][0] > _MAX_SPREAD * order[-1][0]:
         high = rows[order[-1][1]]
@@ -285,18 +287,18 @@ def _level(rows: Sequence[_Row], table: _ItemTable) -> None:
             from_high, from_low = exchange
             high.replace(from_high, from_low, table)
             low.replace(from_low, from_high, table)
-            # Only two rows have moved: thousands need no new sort.
+            # Only these two rows changed: reinsert them instead of sorting thousands again.
             for _, number in (order.pop(), order.pop(index)):
                 insort(order, (rows[number].cost, number))
             break
         else:
-            # The costliest has to stay as it is; go on with the others.
+            # No exchange helps the costliest row: leave it as it is and go on with the others.
             order.pop()
 
 
 def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] | None:
-    """Returns the items (of the costly row, of the cheap row; it may be _NO_ITEM) after whose
-    exchange two rows are closest, or None if none brings them closer by a tenth."""
+    """Returns (item of `high`, item of `low` or _NO_ITEM), the pair whose exchange brings the two
+    rows' costs closest, or None if no exchange narrows their gap by at least a tenth."""
     cost_of = table.cost_of
     tokens_of = table.tokens_of
     offers, offer_costs = low.sorted_offers(cost_of)
@@ -309,7 +311,7 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] 
     for item in high.items:
         cost = cost_of[item]
         index = bisect_left(offer_costs, cost - half_gap)
-        # Index -1 and the last one have a cost of infinity.
+        # If there is no cheaper or no costlier offer, offer_costs has infinity at this index.
         for candidate in (index - 1, index):
             error = abs(cost - offer_costs[candidate] - half_gap)
             if error >= min_error:
@@ -322,5 +324,5 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] 
 
 
 def _to_array(values: npt.NDArray[Any]) -> array[Any]:
-    """Returns the values as Python numbers to iterate over, without a list of them."""
+    """Returns the values as an array.array, which yields Python numbers without a list of them."""
     return array("d" if values.dtype == np.float64 else "q", values.tobytes())

@@ -35,8 +35,8 @@ def contexts_of(
     segments: Sequence[Segment] = (),
     routes: Routes | None = None,
 ) -> Sequence[Segment]:
-    """Returns the contexts of a rollout: the segments of an episode, or without any segment the
-    prompt and its completion as one segment, with these `routes`."""
+    """Returns the contexts of a rollout: its `segments` if there are any, else one segment made of
+    prompt, completion and `routes`."""
     if segments:
         return segments
     token_ids = np.concatenate([np.asarray(ids, np.int32) for ids in (prompt_ids, completion_ids)])
@@ -74,14 +74,14 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
     if episode.status not in EPISODE_STATUSES:
         return f"its status is {episode.status!r:.80}"
     if episode.status in FAILED_STATUSES and (episode.segments or episode.turns or token_ids):
-        return f"its status is {episode.status!r}, and it has tokens"
+        return f"its status is {episode.status!r}, but it has tokens"
     for number, segment in enumerate(episode.segments):
         if not len(segment.token_ids) or segment.sampled[0]:
             rule = "is empty or begins with a sampled token; a prompt token must come first"
             return f"segment {number} {rule}"
     sampled = [segment.token_ids[segment.sampled] for segment in episode.segments]
     if not np.array_equal(np.concatenate([*sampled, np.empty(0, np.int32)]), token_ids):
-        return "the tokens that its segments have as sampled are not those of the completion"
+        return "the tokens that its segments mark as sampled are not those of the completion"
     num_turn_tokens = sum(turn.num_tokens for turn in episode.turns)
     if num_turn_tokens != len(token_ids):
         return f"its turns have {num_turn_tokens} tokens, and {len(token_ids)} were sampled"
@@ -102,8 +102,8 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
 def read_routes(
     content: bytes | memoryview, num_tokens: int, shape: tuple[int, int]
 ) -> Routes | None:
-    """Returns the routes [num_tokens, layers, k] in the bytes of such an array; None without any.
-    `shape` is (layers, k)."""
+    """Returns the routes [num_tokens, layers, k] whose array has these bytes, or None if it is
+    empty. `shape` is (layers, k); the width of the integers follows from the number of bytes."""
     size = num_tokens * math.prod(shape)
     if not size or not len(content):
         return None
@@ -114,8 +114,9 @@ def read_routes(
 def extend_routes(earlier: Routes | None, later: Routes | None) -> Routes | None:
     """Returns the routes of a context after one more turn, whose routes are `later`.
 
-    A token keeps the routes with which the engine read it first: those of the logprobs that were
-    sampled after it, even if the engine has dropped its keys and values and read it again."""
+    A token keeps the routes of the engine's first pass over it, with which the next token was
+    sampled. If the engine dropped its keys and values and read it again, the new routes of this
+    token are ignored."""
     if earlier is None or later is None:
         return later
     return np.concatenate([earlier, later[len(earlier) :]])
@@ -169,11 +170,13 @@ class RowContext:
     tokens: npt.NDArray[np.int64]
     """[n] Indices of the same tokens among the completion tokens of the row."""
     routes: Routes | None = None
-    """The routes of all tokens; those of the last one mean nothing. None: the row has none."""
+    """The routes of all tokens of the sequence; those of the last one mean nothing. None: the row
+    has no routes."""
 
 
 def row_contexts(row: MicroBatch) -> list[RowContext]:
-    """Returns the contexts of a row in their order. Waits for the device."""
+    """Returns the sequences of a row in which the policy sampled a token, in the row's order. Waits
+    for the device."""
     columns = (row.input_ids, row.predict_index, row.sequence_index)
     input_ids, predict_index, rollout_index = (column.cpu().numpy() for column in columns)
     routes = None if row.routes is None else row.routes.experts.cpu().numpy()

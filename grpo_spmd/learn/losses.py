@@ -29,6 +29,7 @@ Index = Int[Tensor, " C"]
 # Log ratios d are binned by asinh(d / _HIST_SCALE): even steps of 5 % above the scale, steps of
 # 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
+# The metrics from which proofs/logprob_check.py computes the tilt; see mismatch_sums.
 TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 
@@ -66,30 +67,31 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     """
     mask = inputs.loss_mask
     correction = inputs.correction
-    # Masked tokens may have any value, also NaN or inf, and 0 * NaN is NaN: choose before the
-    # arithmetic, not after.
+    # Masked tokens may have any value, also NaN or inf, and 0 * NaN is NaN: their values must be
+    # replaced before the arithmetic, not multiplied by 0 after it.
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
 
     def counted(values: PerToken) -> PerToken:
         return torch.where(mask, values, zero)
 
     logprobs = counted(inputs.logprobs)
-    # Without a bonus the entropy has no gradient at all: one of zeros would still cost a backward
-    # pass.
+    # Without an entropy bonus the entropy is detached: a gradient of zeros would still cost the
+    # time of its backward pass.
     entropy = counted(inputs.entropy if options.entropy_coef else inputs.entropy.detach())
     log_ratio = logprobs - counted(inputs.old_logprobs)
     if options.policy == "gspo":
         index = inputs.sequence_index
         mean = _sequence_mean(log_ratio.detach(), mask, index)[index]
-        # The value is the sequence's, the gradient each token's own; with 1/length weights that is
-        # the gradient of the geometric mean. The brackets keep it exact: GSPO clips at some 1e-4,
-        # and (mean + logprob) - logprob would be off by the rounding of the logprob.
+        # Each token has the value of its sequence's mean and the gradient of its own logprob; with
+        # weights of 1/length that is the gradient of the geometric mean. The brackets keep the
+        # value exact: GSPO clips at about 1 +- 1e-4, and (mean + logprob) - logprob would be off by
+        # the rounding of the logprob.
         log_ratio = counted(mean + (logprobs - logprobs.detach()))
     per_token, clipped = _policy_terms(logprobs, log_ratio, counted(inputs.advantages), options)
     if correction is not None:
         per_token = per_token * counted(correction)
-    # Sums in float64: advantages of both signs nearly cancel, and in float32 the order of the
-    # tokens would show.
+    # Sums in float64: terms of both signs nearly cancel, and in float32 the result would depend on
+    # the order of the tokens.
     weights = torch.where(mask, inputs.weights, 0.0).double()
     policy_sum = (weights * per_token.double()).sum()
     entropy_sum = (weights * entropy.double()).sum()
@@ -119,7 +121,8 @@ def _policy_terms(
     logprobs: PerToken, log_ratio: PerToken, advantages: PerToken, options: LossConfig
 ) -> tuple[PerToken, Mask]:
     """Returns (the policy's term of each token, a mask of the clipped tokens)."""
-    # Beyond e^20 a ratio is an accident, and if exp overflows its gradient would be inf * 0 = NaN.
+    # A ratio beyond e^20 can only be a fault. Without the clamp exp may overflow, and its gradient
+    # would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
     clipped_ratio = ratio.clamp(1.0 - options.clip_ratio_low, 1.0 + options.clip_ratio_high)
     if options.policy == "cispo":
@@ -133,7 +136,7 @@ def _policy_terms(
 
 
 def total_loss(policy: T, kl: T, entropy: T, options: LossConfig) -> T:
-    """Returns the loss from the sums of its terms."""
+    """Returns the loss, given the weighted sums of its terms over tokens."""
     kl_coef = options.kl_coef if options.kl_in == "loss" else 0.0
     total: T = policy + kl_coef * kl - options.entropy_coef * entropy
     return total
@@ -211,18 +214,19 @@ def kl_estimate(logprobs: PerToken, ref_logprobs: PerToken, estimator: str) -> P
 def mismatch_sums(
     logprobs: PerToken, rollout_logprobs: PerToken, loss_mask: Mask, entropy: PerToken | None = None
 ) -> Reductions:
-    """Returns how far the engine's logprobs are from the policy's on the sampled tokens.
+    """Returns metrics of how far the engine's logprobs are from the policy's on the sampled tokens.
 
-    "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), which cannot cancel; with
-    the same weights it is rounding noise. "mismatch_ratios" [401] counts tokens by their log ratio,
-    for `ratio_percentiles`. With `entropy` also TILT_SUMS: sums of a d, a^2 and (a d)^2 for the
-    slope of d = policy - engine over a = logprob + entropy.
+    "weight_sync/mismatch_kl" is the k3 estimate of KL(engine || policy), whose summands are never
+    negative and so cannot cancel; with equal weights it is rounding noise. "mismatch_ratios" [401]
+    counts tokens by their log ratio, for `ratio_percentiles`. If `entropy` is given, TILT_SUMS are
+    the sums of a d, a^2 and (a d)^2 for the slope of d over a, where d is the policy's logprob
+    minus the engine's, and a is the mean of both logprobs plus the entropy.
     """
     zero = torch.zeros((), dtype=logprobs.dtype, device=logprobs.device)
     # In float64: expm1(d) - d loses all its digits where |d| is near the rounding of float32.
     difference = torch.where(loss_mask, logprobs.detach() - rollout_logprobs, zero).double()
-    # NaN has no bin. An index out of range would end the process (on a GPU, CUDA) instead of
-    # skipping the update.
+    # NaN would have no bin, and is counted in the last one. An index out of range would raise here
+    # (on a GPU it would break the CUDA context), but the update is only to be skipped.
     scaled = torch.asinh(difference / _HIST_SCALE).nan_to_num(nan=_HIST_LIMIT)
     scaled = scaled.clamp(-_HIST_LIMIT, _HIST_LIMIT)
     bins = ((scaled + _HIST_LIMIT) / (2 * _HIST_LIMIT) * (_HIST_BINS - 1)).round().long()
@@ -245,8 +249,8 @@ def mismatch_sums(
 
 
 def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list[float | None]:
-    """Returns percentiles of the ratio policy / engine from "mismatch_ratios"; None if it is
-    empty."""
+    """Returns percentiles of the ratio policy / engine from the histogram "mismatch_ratios"; None
+    for each if it is empty."""
     counts = torch.tensor(histogram, dtype=torch.float64)
     if not counts.sum():
         return [None for _ in percents]
@@ -258,14 +262,13 @@ def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list
 
 
 def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
-    """Returns the sum of each sequence, in a tensor of C values."""
-    # There are no more sequences than tokens; asking the index for their number would wait for the
-    # GPU.
+    """Returns the sum over each sequence s at index s of a tensor of C values; the rest is 0."""
+    # There are at most C sequences; computing their number from the index would wait for the GPU.
     return torch.zeros_like(values).index_add_(0, sequence_index, values)
 
 
 def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> PerToken:
-    """Returns the mean over the counted tokens of each sequence, in a tensor of C values."""
+    """Returns the mean over the counted tokens of each sequence s, at index s of C values."""
     total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
     count = _sequence_sum(loss_mask.double(), sequence_index)
     return (total / count.clamp(min=1)).to(values.dtype)
@@ -286,7 +289,7 @@ def taught_loss(
     loss, weighted as the policy's term is.
     """
     mask = inputs.loss_mask
-    # Tokens that got no answer from the teacher's server are taught nothing.
+    # Tokens for which the teacher's server gave no answer are left out.
     if signal.answered_mask is not None:
         mask = mask & signal.answered_mask
     if divergence is None:
@@ -301,7 +304,7 @@ def taught_loss(
         total, metrics = policy_loss(inputs, options)
         total = total + term
         metrics |= {"loss": Sum(total.detach()), "teacher": Sum(term.detach())}
-    # The mean KL to the teachers, and that to each of several.
+    # The mean KL over all taught tokens, and over those of each teacher if there are several.
     masks = {"teacher/kl": mask}
     for name, teacher_mask in signal.masks_by_teacher.items():
         masks[f"teacher/{name}/kl"] = mask & teacher_mask

@@ -1,11 +1,12 @@
-"""The load-balance loss of a mixture of experts, and the policy's own routes beside the engine's.
+"""Computes the load-balance loss of a mixture of experts, and compares the policy's own routes with
+the engine's.
 
 In a layer of E experts the loss is E * sum_e f_e P_e: f_e is the share of tokens that took expert
 e, and P_e the router's mean probability of e (Fedus et al. 2021, "Switch Transformers"). With k
-experts a token it is k where they are in balance, as in transformers. transformers takes both means
-over the row, so that the loss depends on the micro-batches. Here f is that of the recorded routes
-of the whole mini-batch on all ranks, known before the update, and so the loss is a sum over tokens
-like every other term.
+experts per token the loss is k if the experts are in balance, as in transformers. transformers
+takes both f and P from one forward pass, so that the loss depends on how rollouts are split into
+micro-batches. Here f is taken from the engine's routes of the whole mini-batch on all ranks, which
+are known before the update, so that the loss is a sum over tokens like every other term.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from grpo_spmd.records import MicroBatch
 
 
 def attach_loads(policy: Policy, mini_batches: Sequence[Sequence[MicroBatch]], coef: float) -> None:
-    """Collective. Gives the routes of each row the derivative of coef * the mean over layers of the
-    load-balance loss of the row's mini-batch.
+    """Collective. Sets `routes.loads` of each row: the derivative of the loss term by a token's
+    probability of each expert, [layers, E].
 
-    The loss is over all tokens that the engine has read."""
+    The term is coef * (the mean, over layers with a router, of the load-balance loss of the row's
+    mini-batch). It counts the tokens that the engine has read: all but the last of a sequence."""
     num_layers = policy.model.config.num_hidden_layers
     num_experts = policy.num_experts
     device = next(policy.parameters()).device
-    # The tokens of each expert, and last all tokens.
+    # For each mini-batch: the tokens of each layer's experts, and in the last column all tokens.
     size = num_layers * num_experts
     counts = torch.zeros(len(mini_batches), size + 1, dtype=torch.float64, device=device)
     for row_counts, mini_batch in zip(counts, mini_batches, strict=True):
@@ -45,6 +47,7 @@ def attach_loads(policy: Policy, mini_batches: Sequence[Sequence[MicroBatch]], c
     scale = coef * num_experts / max(policy.num_routers, 1)
     for row_counts, mini_batch in zip(counts, mini_batches, strict=True):
         num_tokens = row_counts[size].clamp(min=1)
+        # The derivative of f_e P_e by the probability of one token is f_e / num_tokens.
         loads = scale * row_counts[:size].view(num_layers, num_experts) / num_tokens**2
         for routes in filter(None, (row.routes for row in mini_batch)):
             routes.loads = loads.float()
@@ -52,15 +55,18 @@ def attach_loads(policy: Policy, mini_batches: Sequence[Sequence[MicroBatch]], c
 
 @torch.no_grad()
 def compare_routes(policy: Policy, sample: MicroBatch | None) -> Reductions:
-    """Collective. Returns metrics of the policy with its own routes, on a few rollouts: the share
-    of its route sets that are not the engine's, and how far its logprobs are from the engine's."""
+    """Collective. Runs the policy with its own routes on a few rollouts, and returns metrics of how
+    it differs from the engine: the share of expert sets, one for each token and layer, that are not
+    the engine's, and the mean and largest |difference| of logprobs, in nats.
+
+    `sample` None: this rank has no rollouts with routes."""
     if sample is None:
         sample = pack_rollouts([], next(policy.parameters()).device)
     routes = sample.routes
     if routes is not None:
         routes.is_replayed = False
     logprobs, _ = policy(sample)
-    # A rank without rollouts only takes part.
+    # A rank without rollouts only takes part in the forward pass.
     mask = sample.loss_mask if routes is not None else torch.zeros_like(sample.loss_mask)
     difference = torch.where(mask, logprobs - sample.rollout_logprobs, 0.0).double().abs()
     num_different = sum(routes.differences.values(), torch.zeros(())) if routes is not None else 0.0

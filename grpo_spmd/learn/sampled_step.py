@@ -1,4 +1,4 @@
-"""Collects the groups that are sampled in one step; rank 0 decides about them.
+"""Collects the groups that are sampled in one step; rank 0 decides which of them are trained on.
 
 After each round every rank sends rank 0 a few numbers per rollout (step_messages.py). With dynamic
 sampling rank 0 says how many prompts are still missing. At the end it makes the StepDecision: the
@@ -45,14 +45,15 @@ from grpo_spmd.records import (
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 from grpo_spmd.rewards.trl import mean_metrics, retried_fracs
 
-# A refill round draws at most 1 / this times the missing prompts: the share that an early, unlucky
-# round kept is a poor estimate.
+# The smallest share of groups that dynamic sampling is expected to keep: a refill round draws at
+# most 1 / this times the missing prompts. The share kept so far is a poor estimate after one
+# unlucky round.
 _MIN_KEPT_FRAC = 0.25
 
 
 @dataclass(frozen=True)
 class StepRules:
-    """The settings by which a step is put together. They are the same for all steps of a run."""
+    """The settings that decide what a step trains on. They are the same for all steps of a run."""
 
     rollout: RolloutConfig
     advantage: AdvantageConfig
@@ -70,7 +71,7 @@ class StepRules:
     """True if all rewards have weight 0 and are only logged: then every advantage is 0, and a
     completion counts in the loss whether its reward is known or not."""
     watched_rewards: Collection[str] = ()
-    """The rewards whose failures do not count; see protocol.watched_rewards."""
+    """Names of the rewards whose failures do not stop the run; see protocol.watched_rewards."""
 
 
 class SampledStep:
@@ -78,8 +79,8 @@ class SampledStep:
     the step.
 
     Dynamic sampling (DAPO, Yu et al. 2025) drops groups whose rewards are all alike, since their
-    advantages are 0. Of the others the first in the prompt stream are taken, never the first to
-    finish: that would favour short completions.
+    advantages are 0. Of the other groups it takes the first in the prompt stream; taking the first
+    to finish would favour short completions.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -106,8 +107,7 @@ class SampledStep:
         """Collective. Adds this rank's groups of one round with their scores, and sets
         `num_missing` as rank 0 decides.
 
-        `num_groups` is the number of the round's groups over all ranks, if it is not
-        `num_missing`."""
+        `num_groups` is the number of the round's groups over all ranks. None: `num_missing`."""
         num_expected = self.num_missing if num_groups is None else num_groups
         message = encode_groups(groups, scored, self._group_size)
         self.groups += groups
@@ -130,9 +130,11 @@ class _Rank0Step:
         self._rules = rules
         # The groups of each round, in the order of the prompt stream.
         self._rows: list[GroupRows] = []
-        # Of all groups in the order in which they came: positions in the stream, and ranks.
+        # For all groups in the order of arrival: their positions in the prompt stream, and the
+        # ranks that sampled them.
         self._positions = np.empty(0, np.int64)
         self._ranks = np.empty(0, np.int64)
+        # The positions of the groups that dynamic sampling has not dropped.
         self._kept_positions = np.empty(0, np.int64)
         self._reward_names: list[str] = []
         self._counts = StepCounts()
@@ -140,8 +142,8 @@ class _Rank0Step:
         self.decision: StepDecision | None = None
 
     def add_round(self, messages: list[bytes], num_expected: int) -> int:
-        """Reads one round. Returns the number of prompts to draw next. Raises RewardError if too
-        many rewards failed."""
+        """Adds one round from the messages of all ranks. Returns the number of prompts to draw
+        next; 0: there is no further round. Raises RewardError if too many rewards failed."""
         rollout = self._rules.rollout
         rows = self._read_round(messages, num_expected)
         self._check_errors(rows)
@@ -155,7 +157,8 @@ class _Rank0Step:
         return min(rollout.num_prompts_per_step, math.ceil(num_missing / kept_frac))
 
     def _read_round(self, messages: list[bytes], num_expected: int) -> GroupRows:
-        """Returns the groups of one round, in the order of the prompt stream."""
+        """Decodes the groups of one round, adds them to the step, and returns them in the order of
+        the prompt stream."""
         sampled = decode_groups(messages, self._rules.rollout.group_size)
         assert len(sampled.rows) == num_expected, (sampled.num_groups, num_expected)
         self._reward_names = sampled.reward_names
@@ -163,7 +166,7 @@ class _Rank0Step:
         self._positions = np.append(self._positions, sampled.rows["position"])
         ranks = np.repeat(np.arange(len(messages)), sampled.num_groups)
         self._ranks = np.append(self._ranks, ranks)
-        # Results must not depend on which rank sampled what.
+        # Sorted, since results must not depend on which rank sampled which group.
         rows = sampled.rows[np.argsort(sampled.rows["position"])]
         is_sorted = (np.diff(rows["position"]) > 0).all()
         assert is_sorted, "a group was sampled twice, and another not at all"
@@ -172,7 +175,7 @@ class _Rank0Step:
 
     def _check_errors(self, rows: GroupRows) -> None:
         """Raises RewardError if too many environments failed in this round, or too many rewards in
-        all."""
+        all rounds of the step; else keeps the error rates as metrics."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(rows, counts.first_errors, max_error_frac)
@@ -197,7 +200,8 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
-            # Tools and gyms end with another status where they leave no room for a turn.
+            # Only an agent's episode can be idle: with tools or in a gym, an episode that has no
+            # room for a turn has another status.
             is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
             if is_idle.any():
                 raise RewardError(
@@ -211,11 +215,11 @@ class _Rank0Step:
                 "every value was None, NaN or not a number; see the module docstring of "
                 "grpo_spmd.rewards for what these mean",
             )
-        # The first in the prompt stream; later ones are surplus.
+        # The first kept groups in the prompt stream are trained on; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
         order = np.argsort(rows["position"])
         used = order[np.searchsorted(rows["position"], positions, sorter=order)]
-        # In the order in which the ranks hold their groups.
+        # The positions of rank 0's groups, then those of rank 1's, and so on.
         held_positions = self._positions[np.argsort(self._ranks, kind="stable")]
         slots = np.searchsorted(positions, held_positions)
         slots = np.where(np.isin(held_positions, positions), slots, -1)
@@ -228,12 +232,12 @@ class _Rank0Step:
         metrics = self._metrics(rows, overlong, len(used))
         num_sampled_tokens = int(rows["completion_tokens"].sum(dtype=np.int64))
         rewards = (rows["rewards"] - overlong)[used]
-        # A step of 100,000 rollouts has 6 MB of them, and this object lives through the step.
+        # Free the rows: 100,000 rollouts have 6 MB of them, and this object lives through the step.
         self._rows.clear()
         rows = rows[used]
         num_tokens = rows["tokens"].astype(np.int64).ravel()
-        # Rollouts out of the loss are still trained rollouts: they keep their place in the plan.
-        # A teacher that teaches alone asks no reward.
+        # Rollouts that do not count in the loss keep their place in the plan. An unknown reward
+        # takes a rollout out of the loss, unless rewards are only logged and a teacher teaches.
         is_unknown = np.isnan(rewards) & (not rules.zero_advantages)
         in_loss = ~(is_unknown | (rows["truncated"] & rules.loss.mask_truncated))
         num_mini_batches = rules.training.num_mini_batches
@@ -243,7 +247,7 @@ class _Rank0Step:
         blocks = np.split(loss_tokens, np.cumsum(sizes)[:-1])
         num_loss_tokens = [int(block.sum()) for block in blocks]
         num_loss_sequences = [int((block > 0).sum()) for block in blocks]
-        # Rank 0 must not hold these while the plan is made: both take the most memory of a step.
+        # Free these before the plan is made: they and the plan take the most memory of a step.
         del rows, overlong, loss_tokens, blocks
         costs = num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens
         plan = plan_batch(
@@ -257,7 +261,8 @@ class _Rank0Step:
             metrics[f"batching/{name}"] = value
         advantages = rollout_advantages(rewards, rules.advantage)
         slope = None
-        # Its line is the same in all groups: those whose rewards are all alike do not show it.
+        # REINFORCE++ has the same slope in all groups. It is sent to the ranks because a group
+        # whose rewards are all alike does not show it.
         if rules.advantage.estimator == "reinforce_pp":
             deviation = float(batch_std(torch.from_numpy(rewards)))
             slope = 1 / deviation if deviation >= ZERO_STD_TOLERANCE else 0.0
@@ -281,12 +286,13 @@ class _Rank0Step:
     def _metrics(
         self, rows: GroupRows, overlong: npt.NDArray[np.float64], num_used: int
     ) -> dict[str, float | None]:
-        """Returns the metrics of all sampled groups. Those that dynamic sampling keeps would say
-        little about the policy."""
+        """Returns the metrics over all sampled groups, also those that are dropped: the groups that
+        dynamic sampling keeps would say little about the policy. `overlong` are the penalties for
+        overlong completions, `num_used` is the number of groups that are trained on."""
         is_alike = find_alike(rows)
         metrics = group_metrics(rows, is_alike)
         if self._rules.advantage.overlong_buffer_tokens:
-            # One after the other, as a plain sum adds them: numpy adds pairs.
+            # Python's sum adds values in their order; np.sum adds them pairwise.
             metrics["reward/overlong_penalty_mean"] = sum(overlong.ravel().data) / overlong.size
         metrics |= mean_metrics(self._counts.logged)
         for number, name in enumerate(self._reward_names):
@@ -321,8 +327,8 @@ def rollout_advantages(
 def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
     """Returns the mask of the groups whose rewards are all alike.
 
-    It is taken before the penalty for overlong completions, as in DAPO: four wrong answers, one of
-    them a little long, teach nothing but length."""
+    The rewards are those before the penalty for overlong completions, as in DAPO: four wrong
+    answers, one of them a little long, teach nothing but length."""
     _, is_alike = compute_advantages(_float_grid(rows["rewards"]), "dr_grpo", "none")
     return np.asarray(is_alike)
 
@@ -346,7 +352,7 @@ def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str,
 
 
 def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, float | None]:
-    """Returns mean and deviation of one function's rewards [groups, G]."""
+    """Returns the mean and standard deviation of one function's rewards [groups, G] as metrics."""
     values = _float_grid(rewards)
     usable = values[~values.isnan()]
     has_any = len(usable) > 0
@@ -357,23 +363,23 @@ def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, flo
 
 
 def _float_grid(column: npt.NDArray[Any]) -> Tensor:
-    """Returns float64 [groups, G]. It is a copy, because torch cannot share a field of a structured
-    array."""
+    """Returns a column of GroupRows as a float64 tensor [groups, G]. It is a copy, because torch
+    cannot share the memory of a structured array's field."""
     return torch.from_numpy(np.array(column, np.float64, order="C"))
 
 
 def count_statuses(rows: GroupRows) -> dict[str, int]:
     """Returns how many episodes ended in each of EPISODE_STATUSES."""
     counts = np.bincount(rows["status"].ravel(), minlength=len(EPISODE_STATUSES))
-    # What stands after these is the number of completions that are no episodes.
+    # Not strict: a last count may be that of completions without an episode.
     return dict(zip(EPISODE_STATUSES, counts.tolist(), strict=False))
 
 
 def check_environment_errors(
     rows: GroupRows, first_errors: Sequence[str], max_error_frac: float
 ) -> None:
-    """Raises RewardError if environments failed in `max_error_frac` of the episodes of a round, at
-    both tries."""
+    """Raises RewardError if, in at least `max_error_frac` of a round's episodes, the environment
+    failed at both tries. The message quotes the first environment error of `first_errors`."""
     counts = count_statuses(rows)
     num_episodes = sum(counts.values())
     num_failed = sum(counts[status] for status in FAILED_STATUSES)
@@ -416,7 +422,8 @@ def episode_metrics(
 
 
 def seconds_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
-    """Returns the metrics `name`_p50 and `name`_p95; None if there are no calls."""
+    """Returns the metrics `name`_p50 and `name`_p95: percentiles of the seconds of calls, or None
+    if there were no calls."""
     array = np.array(seconds, np.float32)
     return {
         f"{name}_p{percent}": float(np.percentile(array, percent)) if len(array) else None

@@ -30,9 +30,9 @@ from grpo_spmd.rewards.trl import Logged, logged_in, merge_logged
 
 # One structured row for each group, of the dtype that `group_dtype` returns.
 GroupRows = npt.NDArray[np.void]
-# A rank's number takes two bytes in a message.
+# The number of a rank is sent as uint16.
 _MAX_RANKS = 1 << 16
-# Stands for the episode of a completion that has none. Its status comes after all others.
+# Stands for the episode of a completion that has none. Its status is encoded after all others.
 _NO_EPISODE = Episode("", (), (), [], {}, [])
 _STATUSES = (*EPISODE_STATUSES, _NO_EPISODE.status)
 
@@ -42,7 +42,7 @@ def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
     reward function."""
     columns: dict[str, type] = {
         "completion_tokens": np.int32,
-        "tokens": np.int32,  # of all that the policy reads: prompt, completion, environment
+        "tokens": np.int32,  # all tokens that the policy reads: prompt, completion, environment
         "truncated": np.bool_,
         "rewards": np.float64,  # the weighted sums; NaN: unknown
         "segments": np.uint16,
@@ -51,9 +51,9 @@ def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
     }
     return np.dtype(
         [
-            ("position", np.int64),  # of the prompt in the stream
+            ("position", np.int64),  # position of the prompt in the prompt stream
             *((name, kind, (group_size,)) for name, kind in columns.items()),
-            # The rewards of each function. NaN: does not apply, or unusable.
+            # The rewards of each function. NaN: it does not apply, or its value is unusable.
             ("by_name", np.float64, (num_rewards, group_size)),
         ]
     )
@@ -66,7 +66,7 @@ class StepCounts:
     status_counts: dict[str, Counter[str]] = field(default_factory=dict)
     """For each reward function the number of completions with each status."""
     retried: dict[str, Counter[str]] = field(default_factory=dict)
-    """For each reward function the number of groups that it was called for again, by reason."""
+    """For each reward function the number of groups for which it was called again, by reason."""
     logged: Logged = field(default_factory=dict)
     """The metrics that reward functions logged."""
     first_errors: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class StepCounts:
     calls_s: list[float] = field(default_factory=list)
     """Seconds of each call to an environment."""
     tools: Counter[str] = field(default_factory=Counter)
-    """The numbers of "episodes" with tools, and of their "calls" and "errors"."""
+    """"episodes": the number of episodes with tools; "calls", "errors": the sums over these."""
 
     def add(self, addend: StepCounts) -> None:
         """Adds the sums of another rank or round."""
@@ -94,7 +94,8 @@ class StepCounts:
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
-    """Returns the message about one round's groups of a rank. Without groups it is empty."""
+    """Returns the message of a rank to rank 0 about its groups of one round. It is empty if the
+    rank has no groups."""
     if not groups:
         return b""
     completions = [completion for group in groups for completion in group.completions]
@@ -103,7 +104,7 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
     completion_tokens = [len(completion.token_ids) for completion in completions]
     columns: dict[str, Any] = {
         "completion_tokens": completion_tokens,
-        # A failed episode has no segment: its prompt is all there is of it.
+        # A failed episode has no segments; the policy read no more than its prompt.
         "tokens": [
             sum(len(segment.token_ids) for segment in episode.segments) or num_prompt + num_sampled
             for episode, num_prompt, num_sampled in zip(
@@ -146,7 +147,7 @@ class SampledGroups:
     """The groups of one round over all ranks."""
 
     rows: GroupRows
-    """Rank after rank."""
+    """The groups of rank 0, then those of rank 1, and so on."""
     num_groups: list[int]
     """The number of groups of each rank."""
     reward_names: list[str]
@@ -156,7 +157,7 @@ class SampledGroups:
 
 
 def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
-    """Reads the messages of `encode_groups`, one of each rank."""
+    """Returns what the messages of `encode_groups`, one from each rank, hold together."""
     row_bytes: list[bytes] = []
     names: list[str] = []
     counts = StepCounts()
@@ -181,13 +182,13 @@ class _Share(msgspec.Struct, array_like=True):
     slots: bytes
     """int32: the slots of the groups that the rank sampled. -1: not trained on."""
     trained_by: bytes
-    """uint16: the ranks that train on the rollouts of these groups."""
+    """uint16: for each rollout of the groups with a slot, the rank that trains on it."""
     advantages: bytes
     """float32: the advantages of the same rollouts."""
     in_loss: bytes
-    """bool: whether they count in the loss."""
+    """bool: whether the same rollouts count in the loss."""
     rows: list[list[list[int]]]
-    """As in Decision, like all that follow."""
+    """This field and those that follow are as in Decision."""
     num_rollouts: int
     num_loss_tokens: list[int]
     num_loss_sequences: list[int]
@@ -197,8 +198,9 @@ class _Share(msgspec.Struct, array_like=True):
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
-    """Returns one message for each rank. It takes 7 bytes per rollout and 4 per group that the rank
-    sampled, at most 5 per rollout that it trains on, and about 60 more."""
+    """Returns one message for each rank, with the part of the decision that the rank needs. Its
+    size is 7 bytes per rollout and 4 per group that the rank sampled, at most 5 per rollout that it
+    trains on, and about 60 more."""
     num_ranks = len(step.num_groups)
     assert num_ranks <= _MAX_RANKS, num_ranks
     trained_by = np.zeros(len(step.rewards), np.uint16)
@@ -207,7 +209,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
     group_size = len(step.rewards) // max(len(step.positions), 1)
     slots_by_rank = np.split(step.slots, np.cumsum(step.num_groups)[:-1])
     messages = []
-    # The plan has each mini-batch's rows rank by rank.
+    # `plan[mini_batch][rank]`; zip(*plan) gives, for each rank, its rows of every mini-batch.
     for slots, rows in zip(slots_by_rank, zip(*step.plan, strict=True), strict=True):
         sampled = _sampled_ids(slots, group_size)
         share = _Share(
@@ -233,8 +235,8 @@ def decode_decision(
     group_size: int,
     rank0_decision: StepDecision | None,
 ) -> Decision:
-    """Reads this rank's message of `encode_decisions`. `groups` are those that this rank
-    sampled."""
+    """Returns the decision from this rank's message of `encode_decisions`. `groups` are those that
+    this rank sampled; `rank0_decision` is the whole decision on rank 0, None elsewhere."""
     share = msgspec.msgpack.decode(message, type=_Share)
     slots = np.frombuffer(share.slots, np.int32)
     ids = _sampled_ids(slots, group_size).tolist()
@@ -256,8 +258,8 @@ def decode_decision(
 
 
 def _sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
-    """Returns the rollout ids of groups with these slots, without groups that are not trained on
-    (-1)."""
+    """Returns the rollout ids of the groups with these slots. Groups that are not trained on (slot
+    -1) have none."""
     trained_slots = slots[slots >= 0]
     return (trained_slots[:, None] * group_size + np.arange(group_size, dtype=np.int32)).ravel()
 
@@ -267,8 +269,8 @@ def revise_decision(
     metrics: dict[str, float | None],
     advantages: Sequence[float] | None = None,
 ) -> Decision:
-    """Returns the decision with more metrics and with other advantages. `advantages` are those of
-    all rollouts, by rollout id; None: they stay."""
+    """Returns the decision with `metrics` added and with new `advantages`, a list over the ids of
+    all rollouts of the step. None: the advantages stay as they are."""
     step = decision.rank0_decision
     if step is not None:
         step = dataclasses.replace(step, metrics=step.metrics | metrics)

@@ -32,9 +32,10 @@ from grpo_spmd.model.policy import Policy, Scores
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.records import MicroBatch, RolloutBatch
 
+# Collective. Returns the reference model's logprobs and entropies of a micro-batch.
 Reference = Callable[[MicroBatch], Scores]
-# Collective; called between micro-batches. True: the policy changes from here on. It may raise on
-# all ranks together, which ends the step.
+# Collective. Called between micro-batches, until the policy changes; it may end the step by raising
+# on all ranks together. The argument is True at the last call, when the policy is about to change.
 StopCheck = Callable[[bool], None]
 # Receives a micro-batch with the policy's logprobs and entropy [C].
 KeepScores = Callable[[MicroBatch, Tensor, Tensor], None]
@@ -53,8 +54,8 @@ class MiniBatch(NamedTuple):
 
 
 class UpdateObserver:
-    """Observes one policy update, and does nothing. Every method is collective: all ranks must call
-    it."""
+    """The base class of observers of a policy update, whose methods do nothing. Every method is
+    collective: all ranks must call it."""
 
     def before_backward(self, mini_batch: MiniBatch) -> None:
         """Called before the first backward pass of a mini-batch."""
@@ -71,8 +72,8 @@ class ValueHead(Protocol):
     update."""
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Returns values [C] of hidden states [C, D], within the policy's forward
-        pass."""
+        """Collective. Returns the values [C] of hidden states [C, D]. The policy calls it within
+        its forward pass; `head` is the weight of the policy's output embedding."""
 
     def loss_term(self, values: Tensor, micro_batch: MicroBatch, num_loss_tokens: int) -> Tensor:
         """Returns what the values [C] add to the loss. `num_loss_tokens` counts over all ranks."""
@@ -97,12 +98,13 @@ def attach_logprobs(
     stop_check: StopCheck | None = None,
     keep_scores: KeepScores | None = None,
 ) -> Reductions:
-    """Collective. Fills `old_logprobs` and `ref_logprobs` of every micro-batch where the loss needs
-    them, and the loads of a load-balance loss.
+    """Collective. Sets `old_logprobs` and `ref_logprobs` of every micro-batch if the loss needs
+    them, and `routes.loads` if the loss has a load-balance term.
 
     With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is
-    made for them. If `stop_check` raises, the policy is as it was. `keep_scores` receives the
-    policy's scores. Returns metrics of the policy's own routes; {} if it does not replay.
+    made for them. If `stop_check` raises, the policy has not changed. `keep_scores` receives the
+    policy's scores if they are computed here. Returns the metrics of `compare_routes`, or {} if the
+    policy does not replay the engine's routes.
     """
     uses_engine = loss.old_logprobs == "engine"
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
@@ -124,17 +126,18 @@ def attach_logprobs(
             if reference is not None:
                 micro_batch.ref_logprobs, _ = reference(micro_batch)
     finally:
-        # FSDP leaves the root gathered until a backward pass, and a step in which no token counts
-        # has none.
+        # FSDP keeps the root module's parameters gathered until a backward pass, which a step in
+        # which no token counts does not make.
         reshard(policy)
     return route_metrics
 
 
 def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
-    """Returns the mini-batches in which a token counts.
+    """Returns the mini-batches in which at least one token counts in the loss, on any rank. All
+    ranks return the same ones.
 
-    All ranks agree on them. Without a token, momentum and weight decay would move a model without
-    any evidence."""
+    The others are left out because momentum and weight decay would change the model without any
+    evidence."""
     columns = zip(batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
     mini_batches = [MiniBatch(*column) for column in columns]
     return [mini_batch for mini_batch in mini_batches if mini_batch.num_loss_tokens]
@@ -161,7 +164,7 @@ class Learner:
         return {"num_updates": self._num_updates, "skipped_in_a_row": self._skipped_in_a_row}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from a `state()`."""
+        """Continues from what `state()` returned in an earlier process."""
         self._num_updates = state["num_updates"]
         self._skipped_in_a_row = state["skipped_in_a_row"]
         resume_schedule(self.optimizer, self._schedule, self._num_updates)
@@ -174,8 +177,8 @@ class Learner:
         return float(cast(DTensor, norm).full_tensor())
 
     def finish_step(self, is_made: bool) -> float:
-        """Makes the optimizer step, or drops the gradient. Returns the learning rate of the
-        step."""
+        """Makes the optimizer step, or only drops the gradient if `is_made` is False. Returns the
+        learning rate of the step."""
         learning_rate = float(self._schedule.get_last_lr()[0])
         # The schedule counts updates that were made, not mini-batches.
         if is_made:
@@ -219,23 +222,24 @@ class PolicyUpdater(Learner):
         rank's metrics.
 
         Gradients are sums over ranks of token sums divided by one global denominator, so they do
-        not depend on how the rollouts were split over ranks and micro-batches. A mini-batch whose
-        loss or gradient is not finite on any rank changes nothing on all ranks: the metric
-        "skipped_in_a_row" counts it, and the metric "nonfinite_rollouts" lists the rollouts with a
-        logprob or entropy that is not finite. The gradient norm is the one before clipping.
+        not depend on how the rollouts were split over ranks and micro-batches. If the loss or
+        gradient of a mini-batch is not finite on any rank, all ranks skip its optimizer step: the
+        metric "skipped_in_a_row" counts it, and the metric "nonfinite_rollouts" lists the rollouts
+        with a logprob or entropy that is not finite. The gradient norm is the one before clipping.
 
-        If `stop_check` raises, the policy is as it was. `keep_scores` receives the scores of the
-        policy that the engine sampled with.
+        If `stop_check` raises, the policy has not changed. `keep_scores` receives the scores that
+        were computed with the weights that the engine sampled with.
         """
         totals = no_update(self._loss)
         num_updates = 0
         num_skipped = 0
         for epoch in range(self._training.num_epochs):
             for mini_batch in counted_mini_batches(batch):
-                # True while the scores that are compared with the engine's are those of the
-                # weights that it holds. The policy's old logprobs were all taken before the first
-                # update, so they are throughout the first epoch; with "engine" only the pass before
-                # the first update is.
+                # True while the logprobs that are compared with the engine's are those of the
+                # weights that the engine holds. With old_logprobs "policy" the old logprobs are
+                # compared: all were computed before the first update, so this is true throughout
+                # the first epoch. With "engine" the logprobs of the update's own passes are
+                # compared: this is true only until the first update.
                 is_synced = not num_updates or (epoch == 0 and self._loss.old_logprobs == "policy")
                 is_first = not num_updates and not num_skipped
                 metrics, is_made = self._step(
@@ -264,13 +268,13 @@ class PolicyUpdater(Learner):
     ) -> Reductions:
         """Collective. Returns the metrics of `update` over one epoch, without changing the policy.
 
-        The policy is frozen while a critic warms up. The metric "measured" is the number of
-        mini-batches with a token that counts."""
+        It takes the place of `update` while a critic warms up, when the policy is frozen. The
+        metric "measured" is the number of mini-batches with a token that counts."""
         totals = no_update(self._loss)
         num_measured = 0
 
         def check(_: bool) -> None:
-            # The policy never changes.
+            # Unlike in an update, the policy does not change after the last micro-batch.
             if stop_check is not None:
                 stop_check(False)
 
@@ -282,7 +286,7 @@ class PolicyUpdater(Learner):
                 )
                 totals = merge([totals, *metrics])
         finally:
-            # No backward pass gave the gathered root back.
+            # No backward pass has freed the gathered parameters of the root module.
             reshard(self._policy)
         on_host = {name: reduction.on_host() for name, reduction in totals.items()}
         return on_host | {"measured": Max(float(num_measured))}
@@ -304,7 +308,8 @@ class PolicyUpdater(Learner):
                 micro_batch, num_loss_tokens, num_loss_sequences, is_synced, keep_scores
             )
             totals.append(metrics)
-            # To look up the rollouts of these tokens here would wait for the GPU.
+            # The rollouts of these tokens are looked up later: doing it here would wait for the
+            # GPU.
             suspects.append((micro_batch, nonfinite))
             if stop_check is not None:
                 stop_check(micro_batch is micro_batches[-1])
@@ -352,17 +357,18 @@ class PolicyUpdater(Learner):
         is_synced: bool,
         keep_scores: KeepScores | None = None,
     ) -> tuple[Reductions, Tensor]:
-        """Collective. Adds the gradient of one micro-batch; without gradients it only measures.
+        """Collective. Adds the gradient of one micro-batch to the parameters' gradients; under
+        torch.no_grad it only computes the metrics.
 
-        Returns its metrics, and a mask [C] of the tokens that count and have a score that is not
-        finite. `is_synced`: the policy has the weights that the engine sampled with, so that their
-        logprobs can be compared.
+        Returns the metrics, and a mask [C] of the tokens that count and have a score that is not
+        finite. If `is_synced` is True, the logprobs of policy and engine were computed with the
+        same weights, and the metrics compare them.
         """
         loss = self._loss
         mask = micro_batch.loss_mask
         rollout_logprobs = micro_batch.rollout_logprobs
         signal = micro_batch.teacher_signal
-        # Without gradients the policy is measured alone.
+        # Under torch.no_grad the critic is left out.
         value_head = self._value_head if torch.is_grad_enabled() else None
         terms = []
         if signal is not None and signal.divergence is not None:
@@ -371,8 +377,8 @@ class PolicyUpdater(Learner):
             terms.append(value_head.term)
         logprobs, entropy, *extra = self._policy(micro_batch, *terms)
         values = extra.pop() if value_head is not None else None
-        # Without an earlier pass the old policy is this one: the ratio is exactly 1, its gradient
-        # the logprob's.
+        # Without an earlier pass the current policy is the old one: the ratio is exactly 1, and its
+        # gradient is that of the logprob.
         old_logprobs = micro_batch.old_logprobs
         if old_logprobs is None:
             old_logprobs = logprobs.detach()
@@ -427,7 +433,7 @@ class PolicyUpdater(Learner):
 
 
 def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
-    """Returns the ids of the rollouts that these tokens belong to. Waits for the device."""
+    """Returns the ids of the rollouts that the marked tokens belong to. Waits for the device."""
     return [
         micro_batch.rollout_ids[index]
         for micro_batch, nonfinite in suspects
@@ -436,7 +442,8 @@ def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
 
 
 def no_update(loss: LossConfig) -> Reductions:
-    """Returns the metrics of a rank that made no update at all."""
+    """Returns the metrics of a rank that made no update at all. Those of updates are merged into
+    them."""
     sums = ["loss", "policy", "kl", "entropy", "loss_tokens", *TILT_SUMS]
     means = ["loss/clip_frac", "weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"]
     if loss.rollout_correction != "none":

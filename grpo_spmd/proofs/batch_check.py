@@ -8,7 +8,7 @@ the arguments of the reward functions. `check_stop_ids` compares the engine's st
 model's files. The last two run in the first and the third step of a process only.
 
 Every check returns a CheckResult: the errors on this rank, as sentences, and the largest
-differences. Nobody raises here; update_check.py collects the results of all ranks.
+differences. No check raises an error; update_check.py collects the results of all ranks.
 """
 
 from __future__ import annotations
@@ -61,10 +61,11 @@ from grpo_spmd.records import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-# Reading rows again takes time on every rank: a few prompts show a systematic fault.
+# The number of prompts that each rank compares with the data set. A few are enough to show a
+# systematic fault, and reading rows again takes time.
 _NUM_PROMPTS = 4
-# If some completions of a group are equal, and the log probability of that is below this bound,
-# then it is no chance: the engine used a seed twice.
+# If completions of a group are equal, and the log probability of this coincidence is below this
+# bound, then the engine has used a seed twice.
 _MIN_LOG_CHANCE = -40.0
 # A group has no spread if the standard deviation of its rewards is below this.
 _MIN_DEVIATION = 1e-6
@@ -89,7 +90,7 @@ class BatchCheck:
         self._weights = settings.reward_weights
         self._stop_ids = settings.stop_ids
         self._environment = settings.environment
-        # The critic's own check looks at the advantages of gae.
+        # With gae the critic's own check compares the advantages, not this one.
         self._has_critic = self._advantage.estimator == "gae"
 
     def run(self, sampled: SampledStep, batch: RolloutBatch, decision: Decision) -> CheckResult:
@@ -102,8 +103,10 @@ class BatchCheck:
         rewards = self.rewards_of(sampled, decision)
         penalised = {i: reward - kl_penalties.get(i, 0.0) for i, reward in rewards.items()}
         step_mean, step_deviation = moments(join_ranks([*penalised.values()]))
+        # (id, hash, reward) of each rollout that this rank sampled, to be compared on rank 0.
         reports: list[tuple[int, int, float]] = []
-        # Positions of groups that are right only if they are surplus, which rank 0 knows.
+        # Positions of groups that have a spread and yet are not trained on. This is right only for
+        # surplus groups; rank 0 knows which these are.
         not_trained: list[int] = []
         is_dynamic = self._rollout.dynamic_sampling
         for group, sums in zip(sampled.groups, self._weighted_sums(sampled), strict=True):
@@ -137,7 +140,8 @@ class BatchCheck:
                 self._check_rollout(result, i, completion, rewards[i], advantage, decision)
                 num_tokens = len(completion.token_ids)
                 contexts = completion_contexts(group.prompt.token_ids, completion)
-                # The hash that the trained row must give: see _hash_rollouts for the other side.
+                # The rank that trains on the rollout must get the same hash from its micro-batch
+                # (_hash_rollouts).
                 rollout_hash = _hash_rollout(
                     [(context.token_ids, np.flatnonzero(context.sampled)) for context in contexts],
                     completion.logprobs,
@@ -147,6 +151,7 @@ class BatchCheck:
                 )
                 reports.append((i, rollout_hash, rewards[i]))
         result.metrics["advantages"] = decision.num_rollouts
+        # (id, hash) of each rollout that this rank trains on.
         trained = [
             pair for row in batch.micro_batches for pair in _hash_rollouts(row, self._has_critic)
         ]
@@ -175,8 +180,8 @@ class BatchCheck:
     def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
         """Returns, for each group, the reward of each completion, NaN where it is not known.
 
-        They are worked out from what each call gave and how it ended, never by the code of
-        `rewards/`. Only a reward with a weight is asked; where none has one, all count once."""
+        They are computed from the value and the status of each call, without the code of
+        `rewards/`. Rewards of weight 0 are left out; if all weights are 0, all count as 1."""
         num_completions = sum(len(group.completions) for group in sampled.groups)
         sums = np.zeros(num_completions)
         num_applying = np.zeros(num_completions)
@@ -194,14 +199,14 @@ class BatchCheck:
             values[applies & (statuses != "ok")] = math.nan
             sums += np.where(applies, values, 0.0) * (weight if has_weights else 1.0)
             num_applying += applies
-        # Without a reward the run has a teacher, and learns from its signal alone.
+        # A run without any reward learns from a teacher alone: its sums of 0 count as known.
         is_known = np.isfinite(sums) & ((num_applying > 0) | (not self._weights))
         sums[~is_known] = math.nan
         return sums.reshape(-1, self._rollout.group_size).tolist()
 
     def _gym_rewards(self, sampled: SampledStep) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Returns (rewards, statuses) of a gym's episodes, from their turns: an episode that had a
-        turn has a reward."""
+        """Returns (rewards, statuses) of a gym's episodes: the discounted sums of the rewards of
+        their turns, and "ok" for an episode with a turn, else "not_applicable"."""
         factor = 1.0 if self._environment.discount is None else self._environment.discount
         episodes = [c.episode for group in sampled.groups for c in group.completions]
         turns_by_episode = [() if episode is None else episode.turns for episode in episodes]
@@ -213,7 +218,7 @@ class BatchCheck:
         return np.array(totals), np.array(statuses)
 
     def _overlong_penalty(self, num_tokens: int) -> float:
-        """Returns what a completion of `num_tokens` tokens loses for its length.
+        """Returns the penalty that is subtracted from the reward of a completion of `num_tokens`.
 
         It grows linearly within the last `overlong_buffer_tokens` before the limit."""
         buffer = self._advantage.overlong_buffer_tokens
@@ -260,20 +265,20 @@ class BatchCheck:
         expected: float,
         decision: Decision,
     ) -> None:
-        """Checks advantage and mask of the rollout `i`. `reward` is without the KL penalty,
-        `expected` is the advantage."""
+        """Checks the decided advantage and loss mask of the rollout `i`. `expected` is what the
+        advantage should be; `reward` is the reward before the KL penalty."""
         advantage = decision.advantages[i]
         if not self._has_critic and not _is_close(advantage, expected):
             result.errors.append(
                 f"rollout {i} has the advantage {advantage:.6g}, not {expected:.6g}"
             )
-        is_cut = self._loss.mask_truncated and completion.finish_reason == "length"
+        is_masked = self._loss.mask_truncated and completion.finish_reason == "length"
         in_loss = decision.in_loss[i]
-        # A rollout counts in the loss if its reward is known, or no reward counts, and it is not
-        # masked for its cut.
+        # A rollout counts in the loss if its reward is known, or if all weights are 0; but not if
+        # it was cut off at the length limit and loss.mask_truncated is set.
         is_wanted = not any(self._weights) or not math.isnan(reward)
-        if in_loss != (is_wanted and not is_cut):
-            result.errors.append(f"rollout {i} is {'' if in_loss else 'not '}in the loss")
+        if in_loss != (is_wanted and not is_masked):
+            result.errors.append(f"rollout {i} is wrongly {'' if in_loss else 'not '}in the loss")
 
     def _token_advantages(
         self,
@@ -284,11 +289,12 @@ class BatchCheck:
         discount: float | None,
         decision: Decision,
     ) -> Sequence[Credit]:
-        """Returns the advantages of the sampled tokens of each rollout: one number, or one for each
-        token.
+        """Returns the advantages of each rollout of a group: one number for all its sampled tokens,
+        or one for each.
 
-        With `environment.discount` the turns of an episode have advantages of their own, which are
-        checked here. With a critic they are 0: the critic's own check compares them."""
+        With `environment.discount`, each turn of an episode has its own advantage; these are
+        checked here. With a critic all results are 0: the critic's own check compares advantages.
+        `rewards` and `scale` are those of the group, as in `_advantage_line`."""
         if self._has_critic:
             return [0.0] * len(group.completions)
         ids = decision.rollout_ids(group)
@@ -299,12 +305,13 @@ class BatchCheck:
         slope = decision.advantage_slope
         credits = turn_advantages(advantages, rewards, episodes, discount, slope)
         is_known = [not math.isnan(reward) for reward in rewards]
-        # If whole returns have no spread, no line through them says what those of turns are worth.
+        # If the returns of whole episodes have no spread, `scale` is infinite, and all turns have
+        # the advantage of their episode.
         expected = _turn_advantages(advantages, episodes, is_known, scale, discount)
         for i, credit, values, is_scored in zip(ids, credits, expected, is_known, strict=True):
             if is_scored and not np.allclose(credit, values, rtol=1e-4, atol=1e-5):
                 result.errors.append(
-                    f"rollout {i} has other advantages of its turns than their returns say"
+                    f"the advantages of rollout {i}'s turns do not follow from the turns' returns"
                 )
         return credits
 
@@ -314,12 +321,12 @@ class BatchCheck:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
             logprobs = {tuple(c.token_ids): c.logprobs for c in group.completions}
             for ids, count in copies.items():
-                # The chance that `count - 1` further samples repeat this one, in any places.
+                # The log probability that `count - 1` of the group's other samples repeat this one.
                 num_ways = math.comb(len(group.completions) - 1, count - 1)
                 log_chance = math.log(num_ways) + (count - 1) * math.fsum(logprobs[ids])
                 if log_chance < _MIN_LOG_CHANCE:
                     result.errors.append(
-                        f"{count} completions of a group are one: a chance of e{log_chance:.0f}"
+                        f"{count} completions of a group are equal: a chance of e{log_chance:.0f}"
                     )
             for completion in group.completions:
                 self._check_turns(result, completion)
@@ -332,8 +339,8 @@ class BatchCheck:
         if episode is not None:
             rule = find_episode_error(completion.token_ids, episode)
             if rule:
-                result.errors.append(f"an episode is none: {rule}")
-        # An agent may go on after a turn that was cut off.
+                result.errors.append(f"an episode is not valid: {rule}")
+        # Only an agent may go on after a turn that was cut off at the length limit.
         is_agent = bool(self._environment.agent)
         if not is_agent and any(reason == "length" for _, reason in turns[:-1]):
             result.errors.append("an episode goes on after a turn that was cut off")
@@ -348,10 +355,10 @@ class BatchCheck:
                 )
                 continue
             if reason == "stop":
-                # Some tokenizers drop a blank before the first word, which vLLM keeps.
+                # vLLM keeps a blank before the first word that some tokenizers drop in decoding.
                 is_right = final in self._stop_ids or self._has_stop_string(ids, before=" ")
             else:
-                # In an episode a turn may have less room.
+                # A turn of an episode may have less room than the limit.
                 is_right = len(ids) == limit if episode is None else 0 < len(ids) <= limit
                 is_right &= not self._has_stop_string(ids)
             if not is_right:
@@ -367,7 +374,8 @@ class BatchCheck:
         text = before + self._tokenizer.decode(
             ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        # vLLM looks at a letter that several tokens make when it is complete.
+        # If the text ends within a character of several tokens ("\ufffd"), vLLM does not look for
+        # stop strings until the character is complete.
         return not text.endswith("\ufffd") and any(stop in text for stop in self._rollout.stop)
 
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
@@ -381,26 +389,26 @@ class BatchCheck:
             count = next(counts), next(counts)
             if count != pair:
                 result.errors.append(
-                    f"mini-batch {number} is to divide by {pair} tokens and sequences, and has "
+                    f"mini-batch {number} is to divide by {pair} tokens and sequences, but has "
                     f"{count}"
                 )
 
 
 def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
-    """Returns the KL penalties of the rollouts of all ranks by id. Collective with `loss.kl_in:
-    reward`, else empty.
+    """Returns the KL penalties of the rollouts of all ranks by rollout id. Collective with
+    `loss.kl_in: reward`; else the result is empty.
 
-    The penalty is what the trainer subtracts from the reward. It is computed on the rank that
-    trains on the rollout; the rank that sampled it needs it. A rollout without a completion token
-    is in no micro-batch and has none."""
+    The trainer subtracts the penalty from the reward. It is computed on the rank that trains on the
+    rollout, and needed on the rank that sampled it. A rollout without a completion token is in no
+    micro-batch and has no penalty."""
     if loss.kl_in != "reward" or not loss.kl_coef:
         return {}
     penalties: dict[int, float] = {}
     for row in batch.micro_batches:
         for number, i in enumerate(row.rollout_ids):
             rollout_values = row.sequence_index == number
-            # In float32 as the trainer's: if the rewards of a group differ by nothing else, its
-            # rounding shows.
+            # In float32, as the trainer computes it: if the rewards of a group differ only by their
+            # penalties, rounding changes the advantages.
             terms = plain_kl(
                 cast(Tensor, row.old_logprobs)[rollout_values],
                 cast(Tensor, row.ref_logprobs)[rollout_values],
@@ -423,7 +431,7 @@ def _turn_advantages(
     the turn has the rollout's advantage plus (x - mean of x over the group's rollouts with a known
     reward) / `scale`."""
     turns_by_rollout = [episode.turns if episode is not None else () for episode in episodes]
-    # One more than there are: the returns after the end are 0.
+    # One start more than the longest episode has turns: the return after its end is 0.
     starts = range(1 + max(map(len, turns_by_rollout)))
     returns = np.array(
         [
@@ -443,7 +451,8 @@ def _turn_advantages(
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
-    """Returns (rollout id, hash) of each rollout in a micro-batch.
+    """Returns (rollout id, hash) of each rollout in a micro-batch. With `has_critic`, advantages
+    are hashed as 0, as in `BatchCheck.run`.
 
     The hash is _MISALIGNED if a target is not the token after the position that predicts it, if
     positions do not count from 0 in each sequence, or if a sequence starts elsewhere."""
@@ -469,7 +478,7 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
         entries = np.flatnonzero(index == number)
         tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
         routes = [c.routes for c in contexts if c.rollout_id == i]
-        # A position may be behind the last token, where there is no other.
+        # The token that each position predicts; -1 if a wrong position points behind the last one.
         following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
         if not is_aligned or not np.array_equal(targets[entries], following):
             hashes.append((i, _MISALIGNED))
@@ -503,7 +512,7 @@ def _hash_rollout(
         for ids, sampled in contexts
         if len(sampled)
     ]
-    # Not strict: a run without experts has none.
+    # Not strict: without a mixture of experts there are no routes.
     chunks += [
         experts[: sampled[-1]].tobytes()
         for (_, sampled), experts in zip(contexts, routes, strict=False)
@@ -516,12 +525,13 @@ def _hash_rollout(
 def find_misplaced(
     reports: list[Any], decision: StepDecision | None, num_wanted: float
 ) -> list[str]:
-    """Compares the decision with the reports of all ranks. Runs on rank 0.
+    """Compares the decision with the reports of all ranks, and returns one sentence for each error.
+    Runs on rank 0.
 
-    A report has three lists: (id, hash, reward) of each rollout that the rank sampled, (id, hash)
-    of each rollout that it trains on, and the prompt-stream positions of groups with a spread that
-    are not trained on. Returns one sentence for each error. `num_wanted` is the number of groups of
-    a full step; infinity without dynamic sampling."""
+    The report of a rank has three lists: (id, hash, reward) of each rollout that the rank sampled,
+    (id, hash) of each rollout that it trains on, and the positions in the prompt stream of the
+    groups that have a spread and yet are not trained on. `num_wanted` is the number of groups of a
+    full step; infinity without dynamic sampling."""
     assert decision is not None
     sampled, trained, not_trained = ([*chain(*lists)] for lists in zip(*reports, strict=True))
     positions = decision.positions.tolist()
@@ -529,13 +539,13 @@ def find_misplaced(
     errors = [
         f"the group at position {position} is not trained on"
         for position in not_trained
-        # Else it is surplus.
+        # Groups behind the last position of a full step are surplus.
         if not (is_full and position > max(positions))
     ]
     for i, _, reward in sampled:
         decided = float(decision.rewards[i])
         if not _is_close(decided, reward):
-            errors.append(f"rollout {i} has the reward {decided:.6g}, here {reward:.6g}")
+            errors.append(f"rollout {i} has the reward {decided:.6g}, not {reward:.6g}")
     all_ids = list(range(len(decision.rewards)))
     if sorted(i for i, _, _ in sampled) != all_ids:
         errors.append("not each rollout of the step was sampled once")
@@ -544,20 +554,23 @@ def find_misplaced(
     hashes: dict[int, int] = dict(trained)
     counts = Counter(i for i, _ in trained)
     faults = {
-        "twice": [i for i, count in counts.items() if count > 1],
-        "with other tokens, logprobs or advantages": [
+        "trained on twice": [i for i, count in counts.items() if count > 1],
+        "trained on with other tokens, logprobs or advantages": [
             i for i, expected, _ in sampled if hashes.get(i, expected) != expected
         ],
-        "not": [i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS],
+        "not trained on": [
+            i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS
+        ],
     }
     return errors + [
-        f"rollouts {sorted(ids)[:5]} are trained on {fault}" for fault, ids in faults.items() if ids
+        f"rollouts {sorted(ids)[:5]} are {fault}" for fault, ids in faults.items() if ids
     ]
 
 
 def moments(values: Sequence[float]) -> tuple[float, float]:
-    """Returns (mean, unbiased standard deviation) of the known values; 0 where there are too few.
-    NaN: unknown."""
+    """Returns (mean, unbiased standard deviation) of the known values; NaN stands for unknown.
+
+    One value has a deviation of 0, and without any value both are 0."""
     known = np.array([value for value in values if not math.isnan(value)])
     if len(known) < 2:
         return float(known.sum()), 0.0
@@ -583,7 +596,7 @@ def check_data(
     try:
         rows = _read_rows(data.train, {group.prompt.row for group in checked})
     except (OSError, ValueError) as error:
-        # The file was moved or changed since the start, which is no fault of the run.
+        # The file was moved or changed after the run had read it, which is no fault of the run.
         _log.warning(
             "update check: prompts are not compared with data.train, which cannot be read again: "
             "%s",
@@ -595,11 +608,11 @@ def check_data(
         row = rows.get(prompt.row)
         key = f"{data.train}, row {prompt.row}"
         if row is None:
-            result.errors.append(f"the prompt of {key} has no such row")
+            result.errors.append(f"there is a prompt of {key}, but no such row")
             continue
         if data.prompt_template is None and prompt.text != _prompt_of(row, data):
-            result.errors.append(f"the prompt of {key} is not what stands there")
-        # A template may write today's date, which was another one when the run began.
+            result.errors.append(f"the prompt of {key} is not the one in that row")
+        # A chat template may write today's date, which may have changed since the run began.
         is_chat = not isinstance(prompt.text, str)
         is_dated = is_chat and "strftime_now" in str(tokenizer.chat_template)
         if not is_dated and list(prompt.token_ids) != _token_ids(prompt.text, tokenizer, data):
@@ -652,9 +665,8 @@ def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> Che
         return CheckResult()
     return CheckResult(
         [
-            f"completions are to end at {sorted(expected)} (eos_token_id in {path}), and the "
-            "engine "
-            f"ends them at {sorted(stop_ids)}"
+            f"completions should end at {sorted(expected)} (eos_token_id in {path}), but the "
+            f"engine ends them at {sorted(stop_ids)}"
         ]
     )
 
@@ -677,7 +689,7 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
             return {number: table.slice(number, 1).to_pylist()[0] for number in numbers}
         rows: dict[int, _Row] = {}
         start = 0
-        # Every rank reads the file: none may hold all of it in memory.
+        # All ranks read the file at once, so none should hold all of it in memory.
         file = pyarrow.parquet.ParquetFile(source, pre_buffer=False, buffer_size=1 << 20)
         for batch in file.iter_batches(4096, use_threads=False):
             for number in numbers:
@@ -695,7 +707,8 @@ def _read_rows(source: str, numbers: Collection[int]) -> dict[int, _Row]:
 
 
 def _prompt_of(row: _Row, data: DataConfig) -> Any:
-    """Returns the prompt that the row should have given: a string or chat messages."""
+    """Returns the prompt that the trainer should have made from this row: a string or chat
+    messages."""
     prompt = row.get(data.prompt_key)
     if isinstance(prompt, str) and (data.as_chat or data.system_prompt):
         prompt = [{"role": "user", "content": prompt}]
@@ -705,10 +718,11 @@ def _prompt_of(row: _Row, data: DataConfig) -> Any:
 
 
 def _token_ids(prompt: Any, tokenizer: Any, data: DataConfig) -> list[int]:
-    """Returns the tokens of a prompt, by calls of the tokenizer alone."""
+    """Returns the token ids of a prompt, from the tokenizer's own methods alone."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
-    # The class's own method, without the variables that the run has bound to it.
+    # The class's method: the run has replaced the tokenizer's by one with chat_template_kwargs
+    # bound to it (hf_files.load_tokenizer).
     render = type(tokenizer).apply_chat_template
     options = {"add_generation_prompt": True, "return_dict": False, **data.chat_template_kwargs}
     return list(render(tokenizer, prompt, **options))

@@ -7,7 +7,7 @@ both sides of every bound: with the true logprobs nothing is clipped in a first 
 The plain side is transformers' own forward pass with the attention of plain_forward.py, one row
 per sequence, full logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side
 is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
-trainer's: what is left in `.grad` is the difference. No gradient is left behind.
+trainer's, so that `.grad` holds the difference. At the end all gradients are dropped.
 """
 
 from __future__ import annotations
@@ -58,10 +58,12 @@ from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, Rollo
 
 _log = logging.getLogger("grpo_spmd")
 Numbers = npt.NDArray[np.float64]
-# Upper bounds for one rank, so that the check costs next to nothing.
+# On each rank the check uses at most this many rollouts, given tokens of a prompt or between turns,
+# and sampled tokens of a rollout, so that it costs next to nothing.
 _NUM_SEQUENCES = 6
 _PROMPT_TOKENS = 16
 _COMPLETION_TOKENS = 12
+# The number of random products that _Sketch compares.
 _NUM_SKETCHES = 8
 # The number of errors that a message names; the others are only counted.
 _MAX_NAMED = 4
@@ -70,41 +72,42 @@ _MAX_NAMED = 4
 _MAX_LOG_RATIO = 5.0
 
 
-# The mean difference that rounding explains, by number format: of a logprob or an entropy, in nats,
-# and of a value, relative to its size. Measured: 6e-7 and 0.013 nats.
+# By number format, the bound of the mean difference of a logprob or an entropy, in nats, and of a
+# critic's value, relative to its size. Rounding gave 6e-7 and 0.013 nats.
 SCORE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class _Bounds(NamedTuple):
-    """The largest other differences that rounding explains, for one number format."""
+    """The bounds of the other differences, for one number format."""
 
     term: float
-    """The difference of a term of the loss, relative to the sum of its summands' sizes."""
+    """For a term of the loss, relative to the sum of the absolute values of its summands."""
     gradient: float
-    """The difference of a tensor's gradient, relative to the gradient's norm."""
+    """For the gradient of a tensor, relative to the gradient's norm."""
     reduction: float
-    """The difference of a gradient's sum over ranks, relative to the gradient's norm."""
+    """For the sum of a gradient over ranks, relative to the gradient's norm."""
 
 
-# Measured on models of 2 and 24 layers, in the order of the fields: 2e-8, 1.4e-6, 2e-7 in float32;
-# 2e-8, 0.026, 0.002 in bfloat16.
+# Rounding gave, on models of 2 and 24 layers and in the order of the fields: 2e-8, 1.4e-6, 2e-7 in
+# float32; 2e-8, 0.026, 0.002 in bfloat16.
 _BOUNDS = {
     "float32": _Bounds(1e-4, 1e-3, 1e-4),
     "bfloat16": _Bounds(1e-4, 0.2, 0.05),
 }
 
 
-# A difference may be this many times bfloat16's own, which `_measure_noise` measures. Two passes
-# that round independently differ by 1.4 times the noise of one; at most 1.8 was measured, on models
-# of 12 to 64 layers with key biases and outliers as trained ones have them.
+# A difference may be this many times the noise of bfloat16, which `_measure_noise` measures. Two
+# passes that round independently differ by 1.4 times the noise of one; at most 1.8 was measured, on
+# models of 12 to 64 layers with key biases and outliers like those of trained models.
 _NOISE_FACTOR = 2.0
-# However much a model rounds, a fault must show: a wrong sign makes a gradient's difference 2.
+# The largest bounds that noise may lead to: however much a model rounds, a fault must show. A wrong
+# sign gives a gradient a relative difference of 2.
 _MAX_GRADIENT_BOUND = 0.7
 MAX_SCORE_BOUND = 0.3
-# One lone tensor may be this many times above its bound before it stops the run, but never above
-# _MAX_GRADIENT_BOUND: without its gradient a tensor's difference is 1.
+# If the gradient of only one tensor is beyond its bound, the run stops only beyond this many times
+# the bound, or beyond _MAX_GRADIENT_BOUND: a missing gradient gives a relative difference of 1.
 _LONE_EXCESS = 2.0
-# The name of the whole gradient beside those of tensors.
+# The key of the whole gradient in dicts by tensor name.
 WHOLE = "the whole model"
 
 
@@ -119,7 +122,7 @@ class CheckResult:
 
     def check_difference(self, subject: str, key: str, difference: float, bound: float) -> None:
         """Records a difference under the metric `key`, and an error if the difference is above
-        `bound` or NaN. `subject` is the subject of the error's sentence."""
+        `bound` or NaN. The error's sentence is "`subject` is off by ..."."""
         self.metrics[key] = max(self.metrics.get(key, 0.0), difference)
         # Written so that NaN, which compares as False, is an error.
         if not difference <= bound:
@@ -127,8 +130,8 @@ class CheckResult:
 
 
 def widen_by_noise(bound: float, noise: float, largest: float = math.inf) -> float:
-    """Returns the bound of a difference in a number format that rounds by `noise`: `bound`, or what
-    the noise explains, up to `largest`."""
+    """Returns the bound of a difference in a number format whose rounding alone gives `noise`: the
+    larger one of `bound` and what this noise explains, where the latter is at most `largest`."""
     return max(bound, min(_NOISE_FACTOR * noise, largest))
 
 
@@ -138,11 +141,11 @@ def bound_by_noise(
     measure_noise: Callable[[], float],
     largest: float = MAX_SCORE_BOUND,
 ) -> float:
-    """Collective. Returns the bound of a difference: `bound`, or where a rank's difference is
-    beyond it what this rank's noise explains, up to `largest`.
+    """Collective. Returns the bound of this rank's `difference`: `bound`, or, if any rank's
+    difference is beyond that, `bound` widened by this rank's noise (see widen_by_noise).
 
-    `measure_noise` makes plain passes in float32 arithmetic, which every rank makes then. In
-    float32 they differ by nothing."""
+    `measure_noise` is collective: it compares plain passes with and without float32 arithmetic. If
+    one rank needs it, every rank calls it. The noise of a float32 model is 0."""
     # Written so that NaN, which compares as False, is beyond.
     if not any_rank(not difference <= bound):
         return bound
@@ -150,13 +153,13 @@ def bound_by_noise(
 
 
 def mean_difference(scores: Tensor, others: Tensor) -> float:
-    """Returns the mean |difference| of scores [n], 0 without any."""
+    """Returns the mean |difference| of two tensors of scores [n], or 0 if n is 0."""
     return float((scores - others).abs().mean()) if len(scores) else 0.0
 
 
 def describe_errors(errors_by_rank: Iterable[Sequence[str]]) -> str:
-    """Returns the first errors of all ranks in one line, each with its ranks; "" without any."""
-    # Ranks often find the same error: each text is said once.
+    """Returns the first errors in one line, each with the ranks that found it; "" without any."""
+    # Ranks often find the same error: each text is written once.
     ranks_by_error: dict[str, list[str]] = {}
     for rank, errors in enumerate(errors_by_rank):
         for error in dict.fromkeys(errors):
@@ -180,24 +183,25 @@ def join_ranks(values: list[Any]) -> list[Any]:
 
 
 def relative_difference(reduced: Numbers, plain: Numbers) -> float:
-    """Collective. Returns the norm of (reduced - plain) over the norm of plain. Both [n] are first
-    summed over ranks."""
+    """Collective. Returns the norm of (reduced - plain) divided by the norm of plain, after both
+    arrays [n] were summed over ranks."""
     sums = np.array(sum_over_ranks([*reduced.tolist(), *plain.tolist()])).reshape(2, -1)
     return float(np.linalg.norm(sums[0] - sums[1]) / (np.linalg.norm(sums[1]) + 1e-30))
 
 
 def check_no_gradient(result: CheckResult, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Adds an error if one of these named parameters holds a gradient."""
+    """Adds an error to `result` if one of these (name, parameter) pairs holds a gradient."""
     stray = next((name for name, parameter in parameters if parameter.grad is not None), None)
     if stray is not None:
         result.errors.append(f"a gradient was left from the last update: that of {stray}")
 
 
 def gradient_squares(model: nn.Module) -> dict[str, float]:
-    """Returns the sum of squares of this rank's part of the gradient, by the name of the trained
-    parameter.
+    """Returns, for each trained parameter by name, the sum of squares of this rank's part of its
+    gradient.
 
-    It is 0 for a replica's copy, which would count twice, and for a parameter without gradient."""
+    It is 0 for a parameter without gradient, and on ranks that hold a replica of a part that
+    another rank counts."""
     squares = {name: 0.0 for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and is_first_replica(cast(DTensor, parameter)):
@@ -215,7 +219,7 @@ def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
 
 
 class SyntheticTeacher(Protocol):
-    """A teacher for the synthetic rows. Its term in the loss is also written out plainly."""
+    """A teacher for the synthetic rows, with a plain version of its term in the loss."""
 
     coef: float
     """The weight of the term in the loss."""
@@ -229,8 +233,8 @@ class SyntheticTeacher(Protocol):
         """Attach the teacher's signal to a row."""
 
     def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, with
-        its graph."""
+        """Returns the plain divergence [n] from the teacher, float64 with its graph. `log_p` [n, V]
+        are the policy's logprobs of the vocabulary at all n sampled tokens of the rows."""
 
 
 class SyntheticValues(Protocol):
@@ -241,8 +245,8 @@ class SyntheticValues(Protocol):
         """Yield (name, parameter) of the critic's head."""
 
     def random_head(self) -> AbstractContextManager[None]:
-        """Return a context manager. Within it the head adds a fixed random product: a head of zeros
-        would show no fault."""
+        """Return a context manager. Within it the values contain a fixed random projection of the
+        hidden states: a head of zeros would not show a fault."""
 
     def set_targets(self, row: MicroBatch, values: Tensor) -> None:
         """Give a row old values and returns at known distances from the trainer's values [C]."""
@@ -250,21 +254,21 @@ class SyntheticValues(Protocol):
     def plain_term(
         self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
     ) -> LossTerm:
-        """Collective. Returns the value loss, and compares the trainer's values with plain ones.
-        `num_tokens` is the number of tokens that count over all ranks."""
+        """Collective. Returns the plain value loss. Compares the trainer's values with plain ones,
+        within `bound`. `num_tokens` is the number of tokens that count, over all ranks."""
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
         """Collective. Compares the head's gradient with the plain one, and drops it."""
 
 
-# Collective. Checks what one signal wrote into the batch of a step. The last argument has the
-# rewards of the rollouts that this rank sampled, by rollout id.
+# Collective. Checks what one signal (a teacher or the critic) wrote into the batch of a step. The
+# last argument has the rewards of the rollouts that this rank sampled, by rollout id.
 SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
 
 
 @dataclass(frozen=True)
 class SignalProofs:
-    """The contribution of teachers and critic to the update check."""
+    """What teachers and critic contribute to the update check."""
 
     checks: Sequence[SignalCheck] = ()
     """Checks of what a signal wrote into the micro-batches."""
@@ -276,7 +280,7 @@ class SignalProofs:
 
 @dataclass(frozen=True)
 class UpdateCheckSettings:
-    """The settings of the run that the recomputation follows."""
+    """The settings of the run that the plain recomputation needs."""
 
     every_steps: int
     """`proofs.every_steps`. 0: only in the first and the third step."""
@@ -300,8 +304,8 @@ class UpdateCheckSettings:
     reward_weights: Sequence[float]
     """The weights of all rewards, in their order."""
     warmup_steps: int = 0
-    """`critic.warmup_steps` of a run with a critic: in so many first steps the critic learns
-    alone."""
+    """`critic.warmup_steps` of a run with a critic: the number of first steps in which only the
+    critic learns."""
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     """The kind of episodes, and how the rewards of their turns are added."""
 
@@ -312,7 +316,7 @@ class UpdateCheckSettings:
 
 
 class _TrainerPass:
-    """Records the trainer's scores of the synthetic rows, and sets their other logprobs from them.
+    """Records the trainer's scores of the synthetic rows, and sets the rows' synthetic logprobs.
 
     `hook` is a forward hook of the policy: it sets the row's old, engine and reference logprobs
     from the policy's logprobs of this very pass. They do not come from a separate pass without
@@ -324,7 +328,7 @@ class _TrainerPass:
         self._rollouts = rollouts
         self._loss = loss
         self._values = values
-        # Of each row with a rollout, float64.
+        # For each row with a rollout its columns [tokens] by name, float64.
         self._columns: list[dict[str, Tensor]] = []
 
     def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
@@ -334,7 +338,7 @@ class _TrainerPass:
         logprobs, entropy, *terms = [tensor.detach().double() for tensor in output]
         if self._values is not None:
             self._values.set_targets(batch, terms.pop())
-        # A row without rollouts has one token that counts nothing.
+        # A row without rollouts has one placeholder token, which does not count.
         if not batch.rollout_ids:
             batch.ref_logprobs = batch.rollout_logprobs if self._loss.kl_coef else None
             return
@@ -351,8 +355,10 @@ class _TrainerPass:
         self._columns.append(columns | dict(zip(["divergence"], terms, strict=False)))
 
     def columns(self) -> dict[str, Tensor]:
-        """Returns the logprobs "logprobs", "old", "engine" and "ref", "entropy", and from a teacher
-        "divergence", each [tokens] over all rows, float64; nothing without a rollout."""
+        """Returns the columns of all rows by name, each [tokens], float64; {} without a rollout.
+
+        "logprobs" and "entropy" are the policy's, "old", "engine" and "ref" the synthetic logprobs;
+        with a teacher that gives distributions there is also "divergence"."""
         names = self._columns[0] if self._columns else ()
         return {name: torch.cat([columns[name] for columns in self._columns]) for name in names}
 
@@ -375,12 +381,13 @@ class GradientCheck:
         self._values = signals.values
         bounds = _BOUNDS[settings.dtype]
         self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
+        # The largest relative rounding of a number in the compute dtype.
         self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
         self._score_bound_of_dtype = SCORE_BOUNDS[settings.dtype]
         self._min_score_bound = settings.score_bound
         self.score_bound = self._min_score_bound
-        # Of a score by the same function on the same row, where only the order of a reduction may
-        # differ: neither the model's noise nor proofs.bound_factor widens it.
+        # The bound for a score that one function computes twice for one row, where only the order
+        # of a reduction may differ: neither noise nor proofs.bound_factor widens it.
         self.repeated_score_bound = 0.0
         self._gradient_bound = self._bounds.gradient
         self._is_rounded = settings.dtype != "float32"
@@ -388,19 +395,19 @@ class GradientCheck:
     def run(
         self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
     ) -> CheckResult:
-        """Collective. Compares loss and gradient on this rank's own rollouts, and leaves no
-        gradient behind.
+        """Collective. Compares the trainer's loss and gradient with plain ones, on short pieces of
+        this rank's rollouts, and leaves no gradient behind.
 
-        A rank without rollouts takes part with tokens that do not count. Sums over ranks are
-        compared on rank 0, and every rank gets the same error. With `accumulates` the gradient is
-        accumulated over two micro-batches instead of one, which costs one more pass."""
+        A rank without rollouts takes part with tokens that do not count. Gradients are summed over
+        ranks before they are compared, so that every rank gets the same error. `accumulates`: the
+        gradient is accumulated over two micro-batches instead of one, which costs one more pass."""
         with self._values.random_head() if self._values is not None else nullcontext():
             return self._run(groups, device, accumulates)
 
     def _run(
         self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
     ) -> CheckResult:
-        """Does the work of `run`, within the random head."""
+        """Does the work of `run` while the critic's head, if there is one, is random."""
         result = CheckResult()
         policy = self._policy
         values = self._values
@@ -416,7 +423,7 @@ class GradientCheck:
         if teacher is not None:
             for batch in batches:
                 teacher.teach(batch)
-        # 1. The trainer's pass leaves its gradient in the parameters.
+        # 1. The trainer's pass. Its gradient stays in the parameters.
         trainer = _TrainerPass(rollouts, self._loss, values)
         handle = policy.register_forward_hook(trainer.hook)
         mini_batch = MiniBatch(batches, num_tokens, num_sequences)
@@ -424,8 +431,8 @@ class GradientCheck:
         totals = merge(parts)
         handle.remove()
         trainer_squares = gradient_squares(policy)
-        # 2. The plain pass subtracts its gradient from that. Activation checkpointing may run
-        # layers again in the backward pass, which therefore is within plain attention too.
+        # 2. The plain pass, whose gradient is subtracted from that. The backward pass is within
+        # plain attention too, since activation checkpointing may run layers again.
         sketch = _Sketch(policy)
         columns = trainer.columns()
         counts = (num_tokens, num_sequences)
@@ -444,7 +451,8 @@ class GradientCheck:
                 balance = self._plain_balance(rollouts, router_logits)
                 terms["router_aux"] = balance
                 loss = terms["loss"]
-                # With the trainer's value: in bfloat16 the routers' probabilities are rounded.
+                # The total has the plain gradient of this term but the trainer's value: the value
+                # is compared by itself, with a wider bound, since routers round in bfloat16.
                 total = loss.value + balance.value - balance.value.detach()
                 if "router_aux" in totals:
                     total = total + float(totals["router_aux"].value)
@@ -454,30 +462,32 @@ class GradientCheck:
                 loss = terms["loss"]
                 terms["loss"] = LossTerm(loss.value + value.value, loss.size + value.size)
                 terms["value"] = value
-            # Subtracts the plain gradient: what is left is the difference.
+            # Subtracts the plain gradient: `.grad` then holds the difference.
             (-terms["loss"].value - plain.zero).backward()
+        # The entropy is compared token by token below, so its sum has no bound.
         term_bounds = {"entropy": math.inf, "router_aux": self.score_bound}
         for name, term in terms.items():
-            # The entropy was compared token by token already.
             if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
                 difference = abs(float(totals[name].value) - float(term.value.detach()))
                 result.check_difference(
-                    f"the term {name!r} of the loss, of the size of what it sums,",
+                    f"the term {name!r} of the loss, relative to the sum of its |summands|,",
                     "loss",
                     difference / max(term.size, 1e-12),
                     bound=term_bounds.get(name, self._bounds.term),
                 )
         # 3. The comparisons, which are collective: every rank makes all of them.
         relative = _relative_norms(trainer_squares, gradient_squares(policy))
-        # FSDP's sum of the plain gradient over ranks, and a sum made here from each rank's tokens.
+        # The plain gradient as FSDP has summed it over ranks is compared with the sum of what each
+        # rank computed from its own tokens.
         plain_reduced = sketch_of_trainer - sketch.of_gradient()
         result.check_difference(
-            "the sum over ranks of a gradient, of its norm,",
+            "the sum over ranks of a gradient, relative to its norm,",
             "reduction",
             relative_difference(plain_reduced, sketch.of_tokens),
             self._bounds.reduction,
         )
-        # 4. What is beyond a bound is judged by how much this model rounds in this number format.
+        # 4. If something is beyond its bound, measure how much this model rounds in this number
+        # format, and widen the bounds by that.
         noise = dict.fromkeys(relative, 0.0)
         if self._is_rounded and any_rank(self._is_beyond_bounds(differences, relative)):
             score_noise, noise = self._measure_noise(
@@ -491,9 +501,10 @@ class GradientCheck:
         self._judge_gradients(result, relative, noise)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if values is not None:
-            # The head's gradient is made of the same states, which round as the whole gradient's.
+            # The head's gradient has the whole gradient's bound: both round with the same states.
             values.check_head_gradient(result, self._bounds_of_gradients(noise)[WHOLE])
-        # A policy that is not finite is for the update to report, which then skips the step.
+        # If the policy's logprobs are not finite, nothing is reported here: the update reports it
+        # and skips the step.
         is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
 
@@ -507,8 +518,8 @@ class GradientCheck:
     ) -> None:
         """Collective. Compares the reference's logprobs of the tokens of `run` with plain ones.
 
-        `reference` is the function that the trainer calls, `model` has the weights; adapters of the
-        model count as 0."""
+        `reference` is the function that the trainer calls. `model` is the model whose weights it
+        uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
         rollouts = short_rollouts(groups)
 
         def plain_pass() -> Tensor:
@@ -529,7 +540,8 @@ class GradientCheck:
             bound = bound_by_noise(self.score_bound, difference, measure_noise)
         for policy in (self._policy, model):
             reshard(policy)
-        # A model that is not finite is no error here: the update reports it, and skips the step.
+        # Logprobs that are not finite are no error here: the update reports them, and skips the
+        # step.
         if rollouts and plain.isfinite().all():
             result.check_difference(
                 "the reference's logprob of a token, in nats on average,",
@@ -539,17 +551,17 @@ class GradientCheck:
             )
 
     def _is_beyond_bounds(self, differences: dict[str, float], relative: dict[str, float]) -> bool:
-        """Returns whether a difference of scores or gradients is above its format's bound, or
-        NaN."""
+        """Returns whether any difference of scores or gradients is above its bound before noise is
+        considered, or NaN."""
         is_within = all(value <= self.score_bound for value in differences.values()) and all(
             value <= self._gradient_bound for value in relative.values()
         )
         return not is_within
 
     def _widen_bounds(self, mean_max_logit: float) -> None:
-        """Widens the bounds for large logits, which are rounded by more than small ones.
+        """Widens the bounds of scores and gradients for large logits, whose rounding is larger.
 
-        `mean_max_logit` is the mean of the largest |logit| / temperature of a token."""
+        `mean_max_logit` is the mean over tokens of the largest |logit| / temperature."""
         largest_rounding = mean_max_logit * self._rounding
         self.score_bound = max(self._min_score_bound, largest_rounding)
         self.repeated_score_bound = max(self._score_bound_of_dtype, largest_rounding) / 10
@@ -565,10 +577,12 @@ class GradientCheck:
         *,
         counts: tuple[int, int],
     ) -> dict[str, LossTerm]:
-        """Returns the terms of the plain loss: the trainer's values with the plain graph.
+        """Returns the terms of the plain loss, from scores that have the values of the trainer's
+        pass and the graph of the plain pass.
 
-        The synthetic logprobs are set from the trainer's values: with those of the plain pass,
-        rounding would clip a token on one side only. `counts` are tokens and sequences."""
+        The synthetic logprobs are set at distances from the trainer's values. With the plain pass's
+        own values, rounding might clip a token on one side only. `counts` are (tokens, sequences)
+        that count, over all ranks."""
         columns = dict(columns)
         if rollouts:
             for name, tensor in _plain_columns(columns, plain, teacher).items():
@@ -629,8 +643,9 @@ class GradientCheck:
         """Collective. Returns how much the number format itself rounds: the mean difference of a
         logprob in nats, and the difference of each gradient relative to its norm.
 
-        The plain pass is made once more as it was, and once with float32 arithmetic over the same
-        weights. `squares` are those of the trainer's gradient. A critic's term is left out."""
+        Both are differences between two plain passes over the same weights, one in the compute
+        dtype and one in float32 arithmetic. `squares` are those of the trainer's gradient. A
+        critic's term is left out."""
         policy = self._policy
         self._updater.optimizer.zero_grad(set_to_none=True)
         temperature = self._rollout.temperature
@@ -647,7 +662,7 @@ class GradientCheck:
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))
 
     def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
-        """Returns the bound of each tensor's difference, and of the whole gradient's."""
+        """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE."""
         return {
             name: widen_by_noise(self._gradient_bound, value, _MAX_GRADIENT_BOUND)
             for name, value in noise.items()
@@ -656,10 +671,10 @@ class GradientCheck:
     def _judge_gradients(
         self, result: CheckResult, relative: dict[str, float], noise: dict[str, float]
     ) -> None:
-        """Compares each tensor's difference, and that of the whole gradient, with its bound: the
-        number format's own, or what is explained by the noise.
+        """Compares the relative difference of each tensor's gradient, and of the whole gradient,
+        with its bound, which `noise` may widen. Records only the worst one.
 
-        In bfloat16 one lone tensor slightly above its bound is only warned of."""
+        In bfloat16, if a single tensor is slightly above its bound, this is only a warning."""
         bounds = self._bounds_of_gradients(noise)
         # A NaN counts as the largest difference.
         excess = {
@@ -668,8 +683,9 @@ class GradientCheck:
         }
         worst = max(excess, key=lambda name: excess[name])
         num_above = sum(value > 1.0 for name, value in excess.items() if name != WHOLE)
-        subject = f"the gradient of {worst}, of its norm,"
+        subject = f"the gradient of {worst}, relative to its norm,"
         lone_bound = min(_LONE_EXCESS * bounds[worst], _MAX_GRADIENT_BOUND)
+        # A lone tensor exceeds its bound, by little, while the whole gradient does not.
         is_lone = num_above == 1 and excess[WHOLE] <= 1.0 and relative[worst] <= lone_bound
         if self._is_rounded and is_lone:
             _log.warning(
@@ -686,7 +702,8 @@ class GradientCheck:
 def _plain_columns(
     columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
 ) -> dict[str, Tensor]:
-    """Returns the plain side of the trainer's columns [tokens] that the loss has a graph of."""
+    """Returns the plain counterparts of the trainer's columns [tokens] that have a gradient in the
+    loss."""
     tensors = {"logprobs": plain.logprobs, "entropy": plain.entropy}
     if teacher is not None and not teacher.is_sampled:
         tensors["divergence"] = teacher.divergence(torch.cat(plain.all_logprobs))
@@ -696,8 +713,8 @@ def _plain_columns(
 def _score_differences(
     columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
 ) -> dict[str, float]:
-    """Returns the mean differences of the trainer's scores from the plain ones, in nats, by the
-    subject of a sentence; nothing without a rollout."""
+    """Returns the mean differences of the trainer's scores from the plain ones, in nats; {} without
+    a rollout. The keys are the subjects of error messages."""
     subjects = {
         "logprobs": "the logprob of a token",
         "entropy": "the entropy at a token",
@@ -714,8 +731,12 @@ def _score_differences(
 def _relative_norms(
     squares: dict[str, float], difference_squares: dict[str, float]
 ) -> dict[str, float]:
-    """Collective. Returns the norm of each tensor's difference over the tensor's own norm plus 1 %
-    of the whole gradient's norm, and under WHOLE that of the whole gradient."""
+    """Collective. Returns the relative difference of each tensor's gradient by name, and that of
+    the whole gradient under WHOLE. The arguments are sums of squares on this rank, of gradients and
+    of their differences.
+
+    A tensor's difference is relative to the norm of its gradient plus 1 % of the whole gradient's
+    norm."""
     sums = sum_over_ranks(squares.values())
     differences = sum_over_ranks(difference_squares.values())
     full_norm = math.sqrt(sum(sums)) + 1e-30
@@ -727,10 +748,10 @@ def _relative_norms(
 
 
 class _Sketch:
-    """Holds products of one linear layer's gradient with random vectors: u^T (dL/dW) v.
+    """Computes products of one linear layer's weight gradient with random vectors: u^T (dL/dW) v.
 
-    They are computed in two ways: from the gradient that FSDP has summed over ranks, and from the
-    layer's inputs and output gradients on this rank, which FSDP never sees."""
+    They are computed in two ways: from the gradient that FSDP has summed over ranks, and, without
+    FSDP, from the layer's inputs and output gradients on this rank."""
 
     def __init__(self, policy: Policy) -> None:
         modules = decoder_layers(policy.model).modules()
@@ -752,7 +773,8 @@ class _Sketch:
         )
 
     def of_gradient(self) -> Numbers:
-        """Returns the products of this rank's rows of the summed gradient; 0 for a replica."""
+        """Returns the part of the products that comes from this rank's rows of the summed gradient;
+        0 if this rank holds a replica of rows that another rank counts."""
         if self._weight.grad is None or not is_first_replica(self._weight):
             return np.zeros(_NUM_SKETCHES)
         rows = cast(DTensor, self._weight.grad)._local_tensor.double()
@@ -763,15 +785,17 @@ class _Sketch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager. Within it forward and backward passes add to `of_tokens`."""
+        """Returns a context manager. Within it each forward and backward pass adds this rank's
+        products to `of_tokens`."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            """Runs after the layer's forward pass, and hooks its backward pass."""
             # dL/dW is the sum over tokens of (gradient of the output) x (input).
             input_products = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
             def backward(grad: Tensor) -> None:
                 grad_products = grad.flatten(0, -2).double() @ self._left.T
-                # Subtracted, since the pass is that of the negative loss.
+                # Subtracted, since the backward pass is that of the negative loss.
                 self.of_tokens -= (grad_products * input_products).sum(0).cpu().numpy()
 
             if output.requires_grad:
@@ -787,9 +811,9 @@ class _Sketch:
 def _synthetic_logprobs(
     rollouts: Sequence[Rollout], base: Tensor, loss: LossConfig
 ) -> dict[str, Tensor]:
-    """Returns "old", "engine" and "ref" logprobs [tokens], float32, at known distances from `base`,
-    the policy's logprobs."""
-    # Log ratios inside and beyond each bound of clipping.
+    """Returns the synthetic logprobs "old", "engine" and "ref" [tokens], float32, at known
+    distances from `base`, the policy's logprobs."""
+    # Log ratios of policy and old policy, inside and beyond each bound of clipping.
     low = math.log(max(1 - loss.clip_ratio_low, 0.3))
     high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
     dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
@@ -800,7 +824,7 @@ def _synthetic_logprobs(
     # With the engine's logprobs as the old ones there is no mismatch to correct.
     if loss.old_logprobs == "engine":
         factors *= 0.0
-    steps: list[Numbers] = []
+    offsets: list[Numbers] = []
     for rollout in rollouts:
         number = rollout.rollout_id
         length = len(rollout.completion_ids)
@@ -808,7 +832,7 @@ def _synthetic_logprobs(
         # Even rollouts have positive advantages, odd ones negative. Each pair begins two ratios
         # further on, so that both signs meet every ratio.
         indices = (2 * (number // 2) + t) % len(ratios)
-        # gspo has one ratio per sequence: each is beyond a bound.
+        # gspo has one ratio per sequence: choose ratios beyond a bound.
         if loss.policy == "gspo":
             indices = np.full(length, [2, 4, 5][number // 2])
         mismatch = factors[(number + t) % len(factors)]
@@ -816,8 +840,8 @@ def _synthetic_logprobs(
             mismatch = np.full(length, factors[number % len(factors)] / length)
         old = -ratios[indices]
         ref = np.array([-0.4, 0.3, 0.7])[(number + t) % 3]
-        steps.append(np.stack([old, old - mismatch, ref]))
-    columns = base + torch.from_numpy(np.concatenate(steps, axis=1)).to(base.device)
+        offsets.append(np.stack([old, old - mismatch, ref]))
+    columns = base + torch.from_numpy(np.concatenate(offsets, axis=1)).to(base.device)
     return dict(zip(("old", "engine", "ref"), columns.float(), strict=True))
 
 
@@ -839,11 +863,12 @@ class _PlainScores(NamedTuple):
 def padded_contexts(
     rollouts: Sequence[Rollout], device: torch.device
 ) -> tuple[Tensor, list[Tensor]]:
-    """Returns the token ids [S, L] of one row per context, and of each the sampled positions.
+    """Returns (token ids [S, L] with one context per row, the positions of the sampled tokens of
+    each row).
 
-    A rollout of several contexts has several rows. Rows are padded on the right, which a causal
-    model does not see. Without rollouts there are two tokens, so that a rank can take part in a
-    pass."""
+    A rollout of several contexts has several rows. Rows are padded on the right, where padding does
+    not change the scores of a causal model. Without rollouts there is one row of two tokens, so
+    that the rank can take part in a pass."""
     contexts = rollout_contexts(rollouts)
     ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
     rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True)
@@ -861,7 +886,8 @@ def plain_routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | 
 def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
 ) -> _PlainScores:
-    """Collective. Scores rollouts with transformers' own forward pass."""
+    """Collective. Returns the scores of rollouts by transformers' own forward pass, with their
+    graph."""
     rows, sampled = padded_contexts(rollouts, device)
     logits = policy.plain_logits(rows).float() / temperature
     zero = (logits.sum() * 0.0).double()
@@ -881,10 +907,10 @@ def _plain_scores(
 
 
 def short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
-    """Returns up to 6 of this rank's rollouts, shortened, with positive and negative advantages by
-    turns.
+    """Returns up to 6 of this rank's rollouts, shortened, with synthetic advantages that are
+    positive and negative in turn.
 
-    Every third rollout has one masked token, so that masks show in the loss."""
+    Every third rollout has one masked token, so that a fault of the loss mask would show."""
     pairs = [
         (completion_contexts(group.prompt.token_ids, completion), completion.episode)
         for group in groups[:_NUM_SEQUENCES]

@@ -4,10 +4,10 @@ Attention is in float32 whatever the compute dtype (`use_plain_attention`). All 
 in the compute dtype, or in float32 too (`use_float32`): that shows how much bfloat16 itself rounds.
 
 transformers' eager attention rounds the product of queries and keys to the compute dtype. In
-bfloat16 that is no truth to compare with: the key biases of Qwen2 and Qwen2.5 are of the order of
-hundreds (a norm of 605 in the first layer of the 7B), so that scores lose all of their digits
+bfloat16 that is too inexact to compare with: the key biases of Qwen2 and Qwen2.5 are of the order
+of hundreds (a norm of 605 in the first layer of the 7B), so that scores lose all of their digits
 (transformers#33317: perplexity 8.00 with eager attention, 7.13 with SDPA). Flash attention and SDPA
-accumulate scores in float32 and keep them so; this does the same with plain operations.
+accumulate scores in float32 and keep them in float32; `attend` does the same with plain operations.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ def attend(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Returns attention [S, L, heads, head_dim] and no weights, as transformers calls it.
+    """Returns (attention output [S, L, heads, head_dim], None), as transformers expects of an
+    attention function. None stands for the attention weights.
 
     `query` is [S, heads, L, head_dim]; `key` and `value` may have fewer heads. `attention_mask` is
-    added to the scores: it has causality and windows. A soft cap is Gemma 2's."""
+    added to the scores: it expresses causality and sliding windows. `softcap` is used by Gemma 2.
+    """
     num_shared = query.shape[1] // key.shape[1]
     keys = key.repeat_interleave(num_shared, dim=1).float()
     values = value.repeat_interleave(num_shared, dim=1).float()
@@ -62,7 +64,8 @@ def attend(
 
 
 AttentionInterface.register(_NAME, attend)
-# The mask of transformers' eager attention: 0 and the lowest number, [S, 1, L, L].
+# The mask of transformers' eager attention, [S, 1, L, L]: 0 where a token is read, else the lowest
+# number.
 AttentionMaskInterface.register(_NAME, eager_mask)
 
 
@@ -86,8 +89,8 @@ def use_plain_attention(model: Any) -> Iterator[None]:
 def padded_routes(
     contexts: Sequence[Segment | RowContext], num_tokens: int, device: torch.device
 ) -> Tensor | None:
-    """Returns the routes [S, L, layers, k] of rows of one context each, padded to L = `num_tokens`;
-    None if none were recorded."""
+    """Returns the routes [S, L, layers, k] of a batch with one context per row, padded with zeros
+    to L = `num_tokens`; None if not all contexts have routes."""
     routes = [context.routes for context in contexts if context.routes is not None]
     if not routes or len(routes) < len(contexts):
         return None
@@ -100,13 +103,13 @@ def padded_routes(
 
 @contextmanager
 def use_plain_routes(model: Any, experts: Tensor | None) -> Iterator[dict[int, Tensor]]:
-    """Returns a context manager. Within it the routers of a mixture of experts take the `experts`
-    [S, L, layers, k], in passes over these S rows.
+    """Returns a context manager. Within it the routers of a mixture of experts select the given
+    `experts` [S, L, layers, k], and all passes must be over these S rows of L tokens.
 
-    Their weights are written out: the softmax over the router's logits at the given experts,
-    divided by its sum where the model does so. Yields a dict that gets the logits [S * L, E] of the
-    last pass by layer. Without `experts` the model takes its own routes, and the dict stays empty.
-    A backward pass must be within it too."""
+    The experts' weights are computed plainly: the softmax of the router's logits at the given
+    experts, divided by their sum if the model does so. Yields a dict in which each pass stores its
+    router logits [S * L, E] by layer. Without `experts` the model selects experts itself, and the
+    dict stays empty. A backward pass must be within it too."""
     logits: dict[int, Tensor] = {}
     kind = router_kind(model)
     if experts is None or kind is None:
@@ -137,11 +140,13 @@ def _route_plainly(
     logits: dict[int, Tensor],
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns logits, weights and numbers of given experts [tokens, k], in the class's order."""
+    """Returns what the router's own forward pass returns, but for the given `experts` [tokens, k]:
+    logits [tokens, E], weights and indices [tokens, k], in the order that its class has. Also
+    stores the logits in `logits`."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
     logits[layer] = torch.nn.functional.linear(hidden, router.weight.to(hidden.dtype)).float()
     weights = logits[layer].softmax(-1).gather(-1, experts)
-    # Classes without the setting always divide.
+    # Router classes without this setting always divide.
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
     weights = weights.to(hidden.dtype)
@@ -174,8 +179,9 @@ def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
 def use_float32(policy: nn.Module) -> Iterator[None]:
     """Returns a context manager. Within it a model under FSDP computes in float32, with its
     bfloat16 weights. A backward pass must be within it too."""
-    # Modules with weights of their own. What lies between them follows the dtype of their results.
-    # FSDP's hooks are on modules above these, and must not see the mode: they write into buffers.
+    # Leaf modules with parameters. Operations between them follow the dtype of their results.
+    # FSDP's hooks run on modules above the leaves and must not be in the mode: they write into
+    # bfloat16 buffers, which the mode would replace by float32 copies.
     leaves = [
         module
         for module in policy.modules()

@@ -1,7 +1,7 @@
 """Computes the loss plainly, as its papers write it: one sequence at a time and in float64.
 
-learn/losses.py must give the same numbers. Nothing is imported from there, so that both cannot
-have the same fault, and nothing is made fast. The sources are named in losses.py."""
+learn/losses.py must give the same numbers. This module imports nothing from there, so that both
+cannot share a fault, and makes no attempt to be fast. losses.py names the papers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from grpo_spmd.records import Rollout
 
 
 class LossTerm(NamedTuple):
-    """A term is a weighted sum over the tokens that count."""
+    """One term of the loss: a weighted sum over the tokens that count."""
 
     value: Tensor
     """[] The sum, with its graph."""
@@ -37,13 +37,15 @@ def plain_terms(
 ) -> dict[str, LossTerm]:
     """Returns the terms "loss", "policy", "kl", "entropy" and "teacher"; "loss" is the total.
 
-    A rollout has one advantage. `columns` are float64 [tokens] over all rollouts: "logprobs" and
-    "entropy" of the policy with their graph; its logprobs before the update "old", and the "engine"
-    logprobs; "ref" if the loss has a KL term; "teacher_penalty", subtracted from the advantage of
-    each token, or "divergence" with its graph, weighted by `teacher_coef`, if there is a teacher.
+    Each rollout must have one advantage for all its tokens. `columns` are float64 [tokens] over the
+    completion tokens of all rollouts: "logprobs" and "entropy" (the policy's, with their graph),
+    "old" (its logprobs before the update), "engine" (the engine's logprobs), and "ref" (the
+    reference's logprobs) if the loss has a KL term. With a teacher there is also "teacher_penalty",
+    which is subtracted from each token's advantage, or "divergence" with its graph, which is
+    weighted by `teacher_coef`.
 
     `num_tokens` and `num_sequences` count over the mini-batch on all ranks; they are the
-    denominators of `loss.aggregation`. `max_completion_tokens` is that of "constant"."""
+    denominators of `loss.aggregation`, together with `max_completion_tokens` for "constant"."""
     coefs = {
         "policy": 1.0,
         "kl": loss.kl_coef if loss.kl_in == "loss" else 0.0,
@@ -86,20 +88,20 @@ def plain_terms(
 
 
 def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the objective [n], which is maximised, at each token of one sequence. `p` are the
-    policy's logprobs."""
+    """Returns the objective [n], which is maximised, at each token of one sequence. `p` and `old`
+    are the policy's logprobs now and before the update."""
     low = 1 - loss.clip_ratio_low
     high = 1 + loss.clip_ratio_high
     ratio = (p - old).exp()
     # cispo: the clipped ratio is a constant factor of the logprob.
     if loss.policy == "cispo":
         return advantages * ratio.detach().clamp(low, high) * p
-    # gspo: the sequence has one ratio, and each token has its part of the gradient.
+    # gspo: all tokens have the ratio of the sequence, and each its own part of the gradient.
     if loss.policy == "gspo":
         ratio = (p - p.detach() + (p - old).mean().detach()).exp()
     value = ratio.detach()
     objective = advantages * ratio
-    # A clipped objective is a constant.
+    # A clipped objective is a constant and has no gradient.
     objective = torch.where((advantages > 0) & (value > high), advantages * high, objective)
     objective = torch.where((advantages < 0) & (value < low), advantages * low, objective)
     # Dual clip bounds the objective where the ratio of a bad token grows (Ye et al. 2020).
@@ -110,8 +112,8 @@ def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> 
 
 
 def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the weight of each token of one completion that corrects the mismatch of policy and
-    engine: [n], or one for all (sequence_tis).
+    """Returns the importance weights [n] of the tokens of one completion, or [] one for all
+    (sequence_tis). They correct for the mismatch between policy and engine.
 
     `log_ratio` [n] is the policy's old logprobs minus the engine's."""
     cap = loss.rollout_correction_cap

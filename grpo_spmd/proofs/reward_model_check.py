@@ -33,12 +33,13 @@ _NUM_TEXTS = 4
 # as transformers in bfloat16 is from itself in float32. Scores of other texts are off by 0.3 to 1,
 # those at the token before by 0.1 to 0.7.
 _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
-# However much a model rounds, scores of other texts must show.
+# The largest bound of one text's difference: however much a model rounds, the score of a wrong text
+# must be noticed.
 _MAX_TEXT_BOUND = 0.7
 
 
 class RewardModelCheckError(RuntimeError):
-    """A reward model gave other scores than transformers gives with the same weights."""
+    """A reward model's scores differ from those that transformers gives with the same weights."""
 
     # The report of a failure prints the whole message.
     says_all = True
@@ -73,7 +74,7 @@ class RewardModelCheck:
         self._model = model
         self._policy_tokenizer = policy_tokenizer
         self._text_bound, self._mean_bound = (bound * bound_factor for bound in _BOUNDS[dtype])
-        # A tokenizer of its own, read from the files once more.
+        # The check's own tokenizer, read from the files: it shares no state with the scoring.
         self._tokenizer = transformers.AutoTokenizer.from_pretrained(
             files.folder, trust_remote_code=False
         )
@@ -93,7 +94,7 @@ class RewardModelCheck:
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
         errors: list[str] = []
         differences: list[tuple[float, float]] = []
-        # A pass is collective: every rank makes the same number.
+        # Passes are collective: every rank makes the same number of them.
         for number in range(_NUM_TEXTS):
             self._check(chosen[number] if number < len(chosen) else None, errors, differences)
         largest: float | None = on_rank0(
@@ -109,15 +110,17 @@ class RewardModelCheck:
         errors: list[str],
         differences: list[tuple[float, float]],
     ) -> None:
-        """Collective. Compares one score, and appends to `errors` and, relative to 1 + the score's
-        size, its difference and how much the number format rounds it to `differences`.
+        """Collective. Compares the score of one completion with that of a plain pass.
 
-        Without a completion it only makes the pass, together with the other ranks."""
+        Appends a sentence to `errors` if it is wrong, and to `differences` the pair (difference,
+        how much the number format rounds), both relative to 1 + |score|. If `scored` is None, this
+        rank only makes the passes, together with the other ranks."""
         ids = self._encode(scored) if scored is not None else []
         max_tokens = self._files.max_tokens
         is_long = len(ids) > max_tokens
         ids = ids[-max_tokens:]
-        # A policy may sample a token that the model has no row for.
+        # The policy may sample a token id for which the reward model has no embedding. The passes
+        # are made all the same, over any token.
         is_readable = bool(ids) and max(ids) < self._model.num_embeddings
         read = ids if is_readable else [0]
         plain = self._plain_score(read)
@@ -127,10 +130,10 @@ class RewardModelCheck:
             return
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                errors.append(f"a text was scored, over {max_tokens} tokens")
+                errors.append(f"a text of over {max_tokens} tokens was scored")
         elif is_readable and scored.value is None:
             errors.append(f"a text of {len(ids)} tokens has no score")
-        # A model that overflows gives no number to compare with.
+        # If the plain pass overflows, there is no number to compare with.
         elif is_readable and scored.value is not None and math.isfinite(plain):
             difference, noise = (abs(x - plain) / (1 + abs(plain)) for x in (scored.value, exact))
             differences.append((difference, noise))
@@ -141,9 +144,10 @@ class RewardModelCheck:
                 )
 
     def _has_markup(self, scored: ScoredCompletion) -> bool:
-        """Returns whether policy or tools wrote the text of a special token.
+        """Returns whether the policy or a tool wrote out the text of a special token.
 
-        It is scored by its letters, and transformers would make a special token of it."""
+        Such a completion is not checked: the trainer scores these letters as plain text, whereas
+        transformers would encode them as the special token."""
         episode = scored.completion.episode
         reply: Any = self._completion_text(scored) if episode is None else episode.messages
         written = json.dumps(reply, ensure_ascii=False, default=str).casefold()
@@ -158,8 +162,8 @@ class RewardModelCheck:
         return str(self._policy_tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _reads_tokens(self, scored: ScoredCompletion) -> bool:
-        """Returns whether the policy's own tokens are scored, without decoding: those of plain text
-        where the model has the policy's vocabulary."""
+        """Returns whether the reward model reads the policy's own token ids, without decoding. It
+        does for plain text, if its vocabulary contains the policy's."""
         is_text = isinstance(scored.prompt.text, str) and scored.completion.episode is None
         return is_text and self._has_policy_vocabulary
 
@@ -192,21 +196,22 @@ class RewardModelCheck:
 def _raise_if_different(
     name: str, ranks: list[tuple[list[str], list[tuple[float, float]]]], mean_bound: float
 ) -> float | None:
-    """Returns the largest difference over all ranks, or None if there is no text. Runs on rank 0.
+    """Returns the largest difference over all ranks, or None without any text. Runs on rank 0.
 
     `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
     error, or if the mean difference is above its bound."""
     errors = describe_errors(errors for errors, _ in ranks)
     pairs = [pair for _, pairs in ranks for pair in pairs]
     differences = [difference for difference, _ in pairs]
+    # A pair of zeros changes no sum, and there are two columns even without a text.
     columns = zip(*pairs, (0.0, 0.0), strict=True)
     mean, noise = (sum(column) / max(len(pairs), 1) for column in columns)
     mean_bound = widen_by_noise(mean_bound, noise, MAX_SCORE_BOUND)
-    # A single text may differ by more than the mean of several may.
+    # The mean of several texts has a smaller bound than the difference of one.
     if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
         errors = (
-            f"by {mean:.3g} of 1 + a score's size on average over {len(differences)} texts; "
-            f"at most {mean_bound:.3g} is rounding"
+            f"by {mean:.3g} * (1 + |score|) on average over {len(differences)} texts; rounding "
+            f"explains at most {mean_bound:.3g}"
         )
     if errors:
         raise RewardModelCheckError(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from grpo_spmd.records import MicroBatch
 
-# The first step is trivial in many ways: a value head and adapters are zero, and policy and
-# reference are equal. Two steps later nothing of this is so any more.
+# Steps since the process began. The first step is trivial in many ways: a value head and adapters
+# are zero, and policy and reference are equal. Two steps later none of this is true any more.
 _EARLY = (0, 2)
 
 
@@ -21,13 +21,15 @@ class ProofSchedule:
         self._first_step: int | None = None
 
     def is_early(self, step: int) -> bool:
-        """Returns True in the first and the third step. The first call is in the first step."""
+        """Returns True in the first and the third step of the process. The first call must be made
+        in the first step."""
         if self._first_step is None:
             self._first_step = step
         return step - self._first_step in _EARLY
 
     def is_due(self, step: int) -> bool:
-        """Returns True if the proof is due in this step. The first call is in the first step."""
+        """Returns True if the proof is due in this step. The first call must be made in the first
+        step."""
         is_early = self.is_early(step)
         return is_early or (self._every_steps > 0 and step % self._every_steps == 0)
 
@@ -35,6 +37,7 @@ class ProofSchedule:
 def rows_to_check(rows: Sequence[MicroBatch]) -> list[MicroBatch]:
     """Returns the first, the second and the last of a batch's micro-batches, each once.
 
-    All ranks have as many micro-batches, so that a check makes equally many passes on each."""
-    # The first row alone would not show a row that got what belongs to the row before it.
+    All ranks have the same number of micro-batches, so a check makes the same number of passes on
+    every rank."""
+    # The first row alone would not show that rows were given the scores of the row before them.
     return [rows[i] for i in sorted({0, min(1, len(rows) - 1), len(rows) - 1})]

@@ -1,12 +1,12 @@
-"""The keys of section `proofs` that switch a check off or relax it, in words.
+"""Describes, in sentences, the checks that section `proofs` of a config switches off or relaxes.
 
-A run says them at its start, and its report as long as one reads it."""
+They are logged at the start of a run and shown in its report."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-# What nothing looks at any more if the switch is false.
+# For each switch, what is no longer checked if it is false.
 _SWITCHES = {
     "proofs.weights": "nothing compares the engine's weights with the policy's",
     "proofs.logprobs": "no difference between the engine's logprobs and the policy's stops the run",
@@ -19,14 +19,14 @@ _SWITCHES = {
 def weakened_proofs(settings: Mapping[str, object]) -> Iterator[str]:
     """Returns an iterator over one sentence for each proof that is off or relaxed.
 
-    `settings` has values by the config's keys, such as "proofs.update". A key that is missing, as
-    in the folder of an older run, has its default."""
+    `settings` has values by the config's keys, such as "proofs.update". A missing key, such as one
+    that an older run did not record, counts as the default."""
     for key, consequence in _SWITCHES.items():
         if settings.get(key) is False:
             yield f"{key} is false: {consequence}"
     factor = settings.get("proofs.bound_factor", 1.0)
     if factor != 1.0:
         yield (
-            f"proofs.bound_factor is {factor}: the checks of update and signals have bounds that "
-            "are as many times wider"
+            f"proofs.bound_factor is {factor}: the bounds of the checks of update and signals are "
+            "multiplied by it"
         )

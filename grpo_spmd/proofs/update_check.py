@@ -6,8 +6,8 @@ steps. Before the update it runs the other checks of this folder, the checks of 
 optimizer steps, its "window", with `AdamwCheck`: AdamW is written out plainly for two small
 tensors, with clipping, moments, weight decay and learning rate.
 
-The check changes no bit of the run. Any difference above its bound ends the run on all ranks, with
-one message that says what differs on which rank.
+The check does not change the results of the run, not in a single bit. Any difference above its
+bound ends the run on all ranks, with one message that says what differs on which rank.
 """
 
 from __future__ import annotations
@@ -57,17 +57,18 @@ from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
-# The sizes of the windows. Moments go wrong from one optimizer step to the next, so that one step
-# alone shows too little.
+# The number of optimizer steps that are followed after an early check (first and third step) and
+# after a later one. A fault of moments may only show from one optimizer step to the next.
 _EARLY_WINDOW = 3
 _LATER_WINDOW = 2
-# How much of the reference is compared with the model's files: tensors, and rows of each.
+# How much of the reference is compared with the model's files: the number of tensors (about), and
+# of rows of each.
 _NUM_TENSORS = 8
 _NUM_ROWS = 4
 
 
 class UpdateCheckError(RuntimeError):
-    """The trainer computes something else than a plain recomputation."""
+    """The trainer's numbers differ from those of a plain recomputation."""
 
     # The report of a failure prints the whole message.
     says_all = True
@@ -94,9 +95,9 @@ class UpdateCheck(UpdateObserver):
         self._reference = reference
         self._tokenizer = tokenizer
         self._signal_checks = signals.checks if settings.checks_signals else ()
-        # The folder is looked up now: later it may be gone, and a hub id may stand for other files.
+        # The folder is looked up now: later it may be gone, or a hub id may stand for other files.
         self._folder = checkpoint_folder(settings.model_path)
-        # Rows of the reference's tensors by name, as the model's files have them.
+        # Rows of the reference's tensors by name, as read from the model's files.
         self._stored_rows: dict[str, Tensor] = {}
         self._batch_check = BatchCheck(settings, tokenizer)
         self._gradients = GradientCheck(policy, updater, settings, signals)
@@ -107,10 +108,10 @@ class UpdateCheck(UpdateObserver):
         self._schedule = ProofSchedule(settings.every_steps)
         self._num_runs = 0
         self._step = 0
-        # Optimizer steps that are still to be followed.
+        # The number of optimizer steps that are still to be followed.
         self._window = 0
         self._seconds = 0.0
-        # True from a step's check until its optimizer step was seen.
+        # True from the check of a step until its update begins.
         self._expects_update = False
 
     def run_if_due(
@@ -130,8 +131,8 @@ class UpdateCheck(UpdateObserver):
         is_first = not self._num_runs
         is_early = self._schedule.is_early(step)
         if not self._schedule.is_due(step):
-            # The step after the first one is checked too, in part: what goes wrong from one step to
-            # the next cannot be seen in the first.
+            # The batch is also checked in the step after the first one, while its optimizer steps
+            # are followed: the first step cannot show faults from one step to the next.
             if self._window and self._num_runs == 1:
                 self._raise_if_wrong([self._batch_check.run(sampled, batch, decision)])
                 self._seconds = time.perf_counter() - start
@@ -155,7 +156,7 @@ class UpdateCheck(UpdateObserver):
         results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
         self._window = _EARLY_WINDOW if is_early else _LATER_WINDOW
         self._adamw.open()
-        # The only place where a rank may stop: errors of one rank end the step on all ranks.
+        # The checks above only collect errors: here those of any rank end the step on all ranks.
         metrics = self._raise_if_wrong([*results, self._adamw.result])
         self._seconds = time.perf_counter() - start
         if is_first:
@@ -176,7 +177,7 @@ class UpdateCheck(UpdateObserver):
         return 0 < self._step <= self._settings.warmup_steps
 
     def metrics(self) -> dict[str, float]:
-        """Returns the seconds that the check took in this step, as a metric."""
+        """Returns a metric: the seconds that the check took in this step."""
         return {"proofs/update_check_s": self._seconds}
 
     def before_backward(self, mini_batch: MiniBatch) -> None:
@@ -199,7 +200,7 @@ class UpdateCheck(UpdateObserver):
                 self._adamw.read_gradients()
 
     def after_step(self, is_made: bool) -> None:
-        """Collective. Compares weights and moments with those of the plain AdamW.
+        """Collective. Compares weights and moments after the step with those of the plain AdamW.
 
         `is_made` is False if the optimizer step was skipped: then nothing may have changed. Raises
         Rank0Error on every rank if something is wrong."""
@@ -211,22 +212,24 @@ class UpdateCheck(UpdateObserver):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Adds the seconds of the block to the metric."""
+        """Returns a context manager. Adds the seconds within it to those of the check."""
         start = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - start
 
     def _check_reference(self, sampled: SampledStep) -> CheckResult:
-        """Collective. Checks the reference's logprobs, and its weights against the files."""
+        """Collective. Compares the reference's logprobs with plain ones, and its weights with the
+        model's files."""
         result = CheckResult()
         policy = self._policy
         reference = self._reference
         if (reference is None) == (self._settings.loss.kl_coef > 0):
             result.errors.append(
-                "there is a reference where no KL term asks for it, or none where one does"
+                "there is a reference although loss.kl_coef is 0, or none although it is not"
             )
         if reference is None:
             return result
+        # With adapters, the reference is the policy's model without them.
         has_adapters = policy.lora.rank > 0
         model = policy if has_adapters else reference
         if not isinstance(model, Policy) or (model is policy and not has_adapters):
@@ -243,13 +246,14 @@ class UpdateCheck(UpdateObserver):
         The files are read at the first check only; later checks compare with the rows that were
         read then."""
         named = list(hf_named_parameters(model))
-        # Tensors spread evenly over the model, of each the first rows that this rank holds.
+        # Tensors spread evenly over the model, and of each the first rows that this rank holds.
         files = tensor_files(self._folder) if self._num_runs == 1 else {}
         for name, parameter in named[:: max(1, len(named) // _NUM_TENSORS)]:
             rows = as_matrix(parameter.to_local())[:_NUM_ROWS].cpu()
             whole = SavedTensor(name, 0, tuple(parameter.shape))
             for saved in model.saved.get(name, [whole]):
                 if saved.name in files and len(rows):
+                    # The clone has the shape and dtype that the file's rows are read into.
                     stored = self._stored_rows.setdefault(name, rows.clone())
                     start = first_matrix_row(parameter)
                     read_rows(saved, files, self._folder, rows=stored, start=start)
@@ -262,16 +266,16 @@ class UpdateCheck(UpdateObserver):
         micro-batch hold for the loss, by scoring them again."""
         result = CheckResult()
         for row in rows_to_check(batch.micro_batches):
-            self._check_row(result, row, has_several=len(batch.mini_batches) > 1)
-        # No backward pass follows that would give the gathered parameters back.
+            self._check_row(result, row, has_several_updates=len(batch.mini_batches) > 1)
+        # No backward pass follows that would free the gathered parameters.
         reshard(self._policy)
         return result
 
-    def _check_row(self, result: CheckResult, row: MicroBatch, has_several: bool) -> None:
-        """Collective. Checks the old and reference logprobs of a row. `has_several` is True if the
-        step has several mini-batches."""
+    def _check_row(self, result: CheckResult, row: MicroBatch, has_several_updates: bool) -> None:
+        """Collective. Scores a row again, and compares the result with the old and reference
+        logprobs that it holds. `has_several_updates`: the step has several mini-batches."""
         old_by_engine = self._settings.loss.old_logprobs == "engine"
-        needs_old = old_by_engine or has_several
+        needs_old = old_by_engine or has_several_updates
         lacks_old = needs_old and row.old_logprobs is None
         if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
             result.errors.append(
@@ -290,13 +294,14 @@ class UpdateCheck(UpdateObserver):
                 )
 
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
-        """Collective. Raises Rank0Error on every rank, or returns the metrics over all ranks."""
+        """Collective. Raises Rank0Error on every rank if any rank has an error; else returns the
+        largest metrics over all ranks."""
         return raise_if_wrong(results, f"step {self._step}: the update")
 
 
 def raise_if_wrong(results: list[CheckResult], subject: str) -> dict[str, float]:
-    """Collective. Raises Rank0Error on every rank, or returns the largest metrics over all ranks.
-    `subject` is the subject of the error's sentence."""
+    """Collective. Raises Rank0Error on every rank if any rank has an error; else returns, for each
+    metric, the largest value over all ranks. The error's message begins with `subject`."""
     errors = [text for result in results for text in result.errors]
     metrics = [pair for result in results for pair in result.metrics.items()]
     return on_rank0(partial(_combine, subject=subject), [errors, metrics])
@@ -305,8 +310,8 @@ def raise_if_wrong(results: list[CheckResult], subject: str) -> dict[str, float]
 def _combine(
     by_rank: list[tuple[list[str], list[tuple[str, float]]]], subject: str
 ) -> dict[str, float]:
-    """Returns the largest metrics over ranks. Runs on rank 0. `by_rank` has errors and metrics of
-    each. Raises UpdateCheckError if any rank has an error."""
+    """Returns the largest value of each metric over ranks. Runs on rank 0. `by_rank` has (errors,
+    metrics) of each rank. Raises UpdateCheckError if any rank has an error."""
     errors = describe_errors(errors for errors, _ in by_rank)
     if errors:
         raise UpdateCheckError(f"{subject} is not what a plain recomputation of it gives: {errors}")
@@ -320,21 +325,21 @@ def _combine(
 
 # The epsilon in AdamW's denominator.
 _EPS = 1e-8
-# The moments, and the 8-bit code of a block's largest value in each.
+# The names of the moments, and the largest 8-bit code of each: that of a block's largest value.
 _MOMENTS = {"exp_avg": 127, "exp_avg_sq": 255}
-# Relative differences of a moment and of a step. 1e-7 and 1e-4 were measured.
+# Bounds of the relative differences of a moment and of a step. 1e-7 and 1e-4 were measured.
 _MOMENTS_BOUND = 1e-4
 _STEP_BOUND = 1e-2
 # The rounding of a float32 weight, relative to the weight.
 _ROUNDING = 2e-7
-# A code may be the next one where the value lies so near, in codes, to the threshold between both.
+# If a value is this near to the threshold between two codes, in units of codes, both are accepted.
 _CODE_ROUNDING = 1e-2
 
 
 @dataclass
 class _Shadow:
-    """A shadow holds this rank's rows of one tensor as AdamW should have them, float64 on the
-    host."""
+    """This rank's rows of one tensor, with the weights and moments that plain AdamW gives them.
+    Tensors are float64 on the host."""
 
     name: str
     parameter: DTensor
@@ -369,14 +374,14 @@ class AdamwCheck:
             if same_kind:
                 self._followed.append(min(same_kind, key=lambda pair: (pair[1].numel(), pair[0])))
         self._shadows: list[_Shadow] = []
-        # What is wrong with the optimizer steps since `open`.
+        # The errors in the optimizer steps since `open`.
         self.result = CheckResult()
         self._num_updates = 0
         self._clip_factor = 1.0
 
     def open(self) -> None:
-        """Starts to follow, before an optimizer step. The moments are copied from the optimizer;
-        those of a fresh optimizer are 0."""
+        """Starts to follow the optimizer, before one of its steps: copies weights and moments. The
+        moments of a fresh optimizer are 0."""
         self.result = CheckResult()
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
@@ -394,8 +399,8 @@ class AdamwCheck:
                 )
 
     def _moments(self, parameter: DTensor) -> dict[str, Tensor]:
-        """Returns the optimizer's moments of a parameter on the host; torch creates them at the
-        first step."""
+        """Returns the optimizer's moments of a parameter on the host, with 8-bit codes decoded.
+        They are 0 before the first step, which creates them."""
         state = self._updater.optimizer.state.get(parameter, {})
         moments = {}
         for key, levels in _MOMENTS.items():
@@ -406,7 +411,7 @@ class AdamwCheck:
         return moments
 
     def _is_coded(self, parameter: DTensor) -> bool:
-        """True if the config asks for 8-bit codes of this parameter's moments."""
+        """Returns whether the moments of this parameter are stored as 8-bit codes."""
         return self._config.name == "adamw_8bit" and parameter.ndim > 1
 
     def begin(self, mini_batch: MiniBatch) -> None:
@@ -457,10 +462,10 @@ class AdamwCheck:
         shadow.moments = {"exp_avg": mean, "exp_avg_sq": square}
 
     def _compare(self, shadow: _Shadow, previous: Tensor) -> None:
-        """Compares weights and moments with a shadow. `previous` are the weights before the
-        step."""
+        """Compares the trainer's weights and moments with those of a shadow. `previous` are the
+        weights before the step."""
         weights = _to_host(shadow.parameter)
-        # A step may be smaller than the rounding of the weights, which is no error.
+        # The rounding of the weights may be larger than the step, and is no error.
         rounding = _ROUNDING * float(previous.norm())
         error = max(0.0, float((weights - shadow.weights).norm()) - rounding)
         size = float((shadow.weights - previous).norm())
@@ -478,14 +483,15 @@ class AdamwCheck:
                 float(expected.norm()),
                 bound=_MOMENTS_BOUND,
             )
-        # The next step starts from the trainer's weights and codes: rounding of several steps must
-        # not add up.
+        # The shadow's next step starts from the trainer's weights and codes, so that
+        # rounding of several steps does not add up.
         shadow.weights = weights
         if is_coded:
             shadow.moments = moments
 
     def _compare_codes(self, shadow: _Shadow, key: str) -> None:
-        """Compares the codes and scales of a moment with those that its shadow should get."""
+        """Compares the 8-bit codes and scales of a moment with those that the shadow's moment
+        should have."""
         state = self._updater.optimizer.state[shadow.parameter]
         codes = _to_host(state[key])
         scales = _to_host(state[f"{key}_scale"])
@@ -496,10 +502,11 @@ class AdamwCheck:
         subject = f"AdamW's {key}_scale of {shadow.name}"
         error = float((scales - largest).norm())
         self._check_size(subject, error, float(largest.norm()), bound=_MOMENTS_BOUND)
-        # Where a block is 0 so are its codes.
+        # In a block of zeros the shares are 0 too; the clamp avoids a division by 0.
         share = expected.abs() / _of_columns(largest, shadow.parameter).clamp_min(1e-38)
         # Codes are rounded up above a threshold that each step moves (AdamW8bit).
         offset = self._num_updates * 0.6180339887498949 % 1
+        # As in AdamW8bit, codes of exp_avg_sq are at least 1.
         lowest = int(key == "exp_avg_sq")
         low, high = (
             ((share + rounding * 1e-4).clamp_min(0).sqrt() * levels + offset + rounding)
@@ -511,19 +518,20 @@ class AdamwCheck:
         if is_wrong.any():
             self.result.errors.append(
                 f"{int(is_wrong.sum())} of {codes.numel()} 8-bit codes of AdamW's {key} of "
-                f"{shadow.name} are others"
+                f"{shadow.name} are wrong"
             )
 
     def _check_size(self, subject: str, error: float, size: float, bound: float) -> None:
-        """Compares an error with `bound`, relative to the size of what is compared."""
+        """Records `error` relative to `size`, that of what is compared, and compares it with
+        `bound`."""
         relative = error / size if size else float(error > 0)
-        self.result.check_difference(f"{subject}, of its size,", "AdamW", relative, bound)
+        self.result.check_difference(f"{subject}, relative to its size,", "AdamW", relative, bound)
 
     def _check_groups(self) -> None:
         """Checks the optimizer's settings and its list of tensors.
 
-        The comparison of weights does not replace it: a decay of 1e-8 of a weight is below the
-        weight's rounding."""
+        Comparing weights is not enough: a decay of 1e-8 of a weight is below the weight's rounding.
+        """
         ids: list[int] = []
         for group in self._updater.optimizer.param_groups:
             ids += map(id, group["params"])
@@ -557,7 +565,8 @@ def _learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
 
 
 def _of_columns(scales: Tensor, parameter: DTensor) -> Tensor:
-    """Returns the scale of each column [..., columns] from those of the blocks [..., blocks]."""
+    """Returns the scale of each column [..., columns] of a parameter from `scales` of its blocks of
+    MOMENT_BLOCK columns [..., blocks]."""
     return scales[..., torch.arange(parameter.shape[-1]) // MOMENT_BLOCK]
 
 

@@ -130,7 +130,7 @@ def test_rounding_in_bfloat16_passes_the_running_check(
 def test_the_running_check_sees(found: Found, fault: str, dtype: str) -> None:
     message = found["seen" if dtype == "float32" else "seen in bfloat16"][fault]
     if fault == "too long, scored":
-        assert "was scored, over 20" in message
+        assert "a text of over 20" in message
     else:
         assert "gives other scores than transformers does" in message
 

@@ -112,7 +112,7 @@ def test_one_lone_tensor_slightly_above_its_bound_is_warned_of(
     quiet = {"a": 0.0, "b": 0.0, WHOLE: 0.0}
     with caplog.at_level(logging.WARNING, logger="grpo_spmd"):
         assert not judged({"a": 0.25, "b": 0.1, WHOLE: 0.15}, quiet, rounded=True).errors
-    assert "the gradient of a, of its norm, is off by 0.25 (bound 0.2)" in caplog.text
+    assert "the gradient of a, relative to its norm, is off by 0.25 (bound 0.2)" in caplog.text
     # In float32, two tensors, far above, or the whole gradient: an error.
     assert judged({"a": 0.25, "b": 0.1, WHOLE: 0.15}, quiet, rounded=False).errors
     assert judged({"a": 0.25, "b": 0.21, WHOLE: 0.15}, quiet, rounded=True).errors

@@ -330,9 +330,9 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
     assert _told(sampled, trained, [8]) == []  # a surplus group: 5 and 7 are as many as were wanted
     assert _told(sampled, trained, [6]) == ["the group at position 6 is not trained on"]
     second = [(2, 2**32 - 1, 2.5), *sampled[1:]]
-    assert _told(second, trained, []) == ["rollout 2 has the reward 2, here 2.5"]
+    assert _told(second, trained, []) == ["rollout 2 has the reward 2, not 2.5"]
     assert _told(sampled[:3], trained, []) == ["not each rollout of the step was sampled once"]
-    assert _told(sampled, trained[:3], []) == ["rollouts [1] are trained on not"]
+    assert _told(sampled, trained[:3], []) == ["rollouts [1] are not trained on"]
     assert _told(sampled, [*trained, trained[0]], []) == ["rollouts [2] are trained on twice"]
     assert _told(sampled, [*trained[:3], (1, -1)], []) == [
         "rollouts [1] are trained on with other tokens, logprobs or advantages"

@@ -213,9 +213,9 @@ def test_a_token_moved_anywhere_is_seen() -> None:
 def test_a_mask_that_ends_a_turn_early_or_late_is_seen_by_hand() -> None:
     initial, fork = EPISODE.segments
     for positions, expected in (
-        ([2, 5, 6], "the tokens that its segments have as sampled"),
-        ([2, 3, 4, 5, 6], "the tokens that its segments have as sampled"),
-        ([2, 3, 4, 6], "the tokens that its segments have as sampled"),
+        ([2, 5, 6], "the tokens that its segments mark as sampled"),
+        ([2, 3, 4, 5, 6], "the tokens that its segments mark as sampled"),
+        ([2, 3, 4, 6], "the tokens that its segments mark as sampled"),
     ):
         episode = dataclasses.replace(
             EPISODE, segments=(segment(initial.token_ids.tolist(), positions), fork)
@@ -244,14 +244,14 @@ HOSTILE: list[tuple[dict[str, Any], str]] = [
     ({"status": None}, "Expected `str`, got `null` - at `\\$.status`"),
     ({"status": "fine"}, "its status is 'fine'"),
     ({"status": 3}, r"Expected `str \| null`, got `int` - at `\$.status`"),
-    ({"status": "env_error"}, "its status is 'env_error', and it has tokens"),
-    ({"turns": []}, "the tokens that its segments have as sampled are not those of the completion"),
+    ({"status": "env_error"}, "its status is 'env_error', but it has tokens"),
+    ({"turns": []}, "the tokens that its segments mark as sampled are not those of the completion"),
     ({"turns": {}}, r"Expected `array`, got `object` - at `\$.turns`"),
     ({"turns": [3]}, r"Expected `object`, got `int` - at `\$.turns\[0\]`"),
     ({"turns": [SAMPLED]}, "segment 0 is empty or begins with a sampled token"),
     (
         {"turns": [GIVEN, SAMPLED | {"token_ids": TOKENS[:4]}]},
-        "the tokens that its segments have as sampled are not",
+        "the tokens that its segments mark as sampled are not",
     ),
     (
         {"turns": [GIVEN, SAMPLED | {"token_ids": [*TOKENS[:4], 2**31]}]},

@@ -464,8 +464,8 @@ def faults(trials: Trials) -> int:
             for g in groups
         ]
 
-    sees("is not what stands there", change_groups=other_row)
-    sees("and the engine ends them at [0, 5]", stop_ids=frozenset({STOP_ID, 5}))
+    sees("is not the one in that row", change_groups=other_row)
+    sees("but the engine ends them at [0, 5]", stop_ids=frozenset({STOP_ID, 5}))
 
     def runs_on(groups: list[RolloutGroup]) -> list[RolloutGroup]:
         initial, *rest = groups[0].completions
@@ -480,7 +480,7 @@ def faults(trials: Trials) -> int:
         max_length = max(groups[0].completions, key=lambda c: len(c.token_ids))
         return [dataclasses.replace(groups[0], completions=[max_length] * GROUP_SIZE), *groups[1:]]
 
-    sees("completions of a group are one: a chance of e-", change_groups=alike)
+    sees("completions of a group are equal: a chance of e-", change_groups=alike)
     return done
 
 
@@ -575,7 +575,7 @@ def faults_of_episodes(trials: Trials) -> int:
 
     sees("an episode goes on after a turn that was cut off", change_groups=turned(cut))
     sees(
-        "an episode is none: a turn's sampled tokens are interrupted by a token",
+        "an episode is not valid: a turn's sampled tokens are interrupted by a token",
         change_groups=turned(longer),
     )
 
