@@ -29,7 +29,7 @@ _OPTION = "enable_return_routed_experts"
 _REFUSALS = ("AuxOutput", "enable-return-routed-experts")
 
 
-def recording_options(hf_config: Any, device: str) -> dict[str, Any]:
+def recording_options(hf_config: Any) -> dict[str, Any]:
     """Returns the options that make vLLM return routes.
 
     Returns {} on a CPU, for a model without experts, and for a version of vLLM that cannot return

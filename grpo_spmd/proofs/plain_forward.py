@@ -144,12 +144,16 @@ def _route_plainly(
     logits [tokens, E], weights and indices [tokens, k], in the order that its class has. Also
     stores the logits in `logits`."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
-    logits[layer] = torch.nn.functional.linear(hidden, router.weight.to(hidden.dtype)).float()
-    weights = logits[layer].softmax(-1).gather(-1, experts)
-    # Router classes without this setting always divide.
+    # GLM4-MoE routes in float32, by sigmoids; its correction bias only chooses the experts.
+    has_sigmoids = hasattr(router, "e_score_correction_bias")
+    states = hidden.float() if has_sigmoids else hidden
+    logits[layer] = torch.nn.functional.linear(states, router.weight.to(states.dtype)).float()
+    scores = logits[layer].sigmoid() if has_sigmoids else logits[layer].softmax(-1)
+    weights = scores.gather(-1, experts)
+    # Classes without the setting always divide.
     if getattr(router, "norm_topk_prob", True):
         weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(hidden.dtype)
+    weights = (weights * getattr(router, "routed_scaling_factor", 1.0)).to(states.dtype)
     if kind.logits_index == 0:
         return logits[layer], weights, experts
     return experts, weights, logits[layer]
@@ -179,13 +183,14 @@ def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
 def use_float32(policy: nn.Module) -> Iterator[None]:
     """Returns a context manager. Within it a model under FSDP computes in float32, with its
     bfloat16 weights. A backward pass must be within it too."""
-    # Leaf modules with parameters. Operations between them follow the dtype of their results.
-    # FSDP's hooks run on modules above the leaves and must not be in the mode: they write into
-    # bfloat16 buffers, which the mode would replace by float32 copies.
+    # Modules with parameters of their own: the experts of a layer are one, with an activation in
+    # it. Operations between them follow the dtype of their results. FSDP's hooks run on modules
+    # above these and must not be in the mode: they write into bfloat16 buffers, which the mode
+    # would replace by float32 copies.
     leaves = [
         module
         for module in policy.modules()
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None
+        if next(module.parameters(recurse=False), None) is not None
     ]
     forwards = [vars(leaf).get("forward") for leaf in leaves]
     states = [m._get_fsdp_state() for m in policy.modules() if isinstance(m, FSDPModule)]
