@@ -218,6 +218,7 @@ _COLLAPSE = (
     "groups are alike",
     "the entropy",
     "all completions are one text",
+    "the reward follows the length",  # more plus signs are more tokens
 )
 CASES: dict[str, Case] = {
     "learning rate 0.1": Case(("optimizer.lr=0.1",), "the learning rate is too high"),
