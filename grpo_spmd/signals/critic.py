@@ -374,7 +374,8 @@ class PolicyCritic(Critic):
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The head alone, with its optimizer: the policy is offloaded by the loop itself."""
+        """The head, with its optimizer. It is not `self.model`, because the policy's update calls
+        the head alone, and offloading guards the forward pass of the module that it is given."""
         return [(self.model.head, self.optimizer)]
 
     @property
@@ -521,7 +522,7 @@ class CriticCheck:
             assert row.old_values is not None
             again = self._model(row)
             result.check_difference(
-                "a value that the advantages are made of, of its size,",
+                "a value that the advantages are computed from, relative to its size,",
                 "values",
                 relative_size(row.old_values - again, again),
                 self._bound,
@@ -571,7 +572,7 @@ class CriticCheck:
                 bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
-            "a value beside that of a plain forward pass, of its size,",
+            "a value compared with that of a plain forward pass, relative to its size,",
             "values",
             difference,
             bound,
@@ -610,7 +611,7 @@ class CriticCheck:
                 lam = config.lam_policy
             _check_tokens(
                 result,
-                f"a value is taught {{:.6g}}, and the returns of rollout {i} say {{:.6g}}",
+                f"a value target is {{:.6g}}, but by the returns of rollout {i} it is {{:.6g}}",
                 returns[tokens],
                 lambda_returns(rewards, values[tokens], config.gamma, config.lam),
             )

@@ -300,8 +300,8 @@ class ServerCheck(TeacherCheck):
         result = super().__call__(sampled, batch, decision)
         if not all(_has_right_mask(row, self._served.unanswered) for row in batch.micro_batches):
             result.errors.append(
-                "a rollout without an answer of its teacher's server is taught, "
-                "or one that has it is not"
+                "a rollout without an answer of its teacher's server has a teacher signal, "
+                "or one with an answer has none"
             )
         return result
 

@@ -473,7 +473,7 @@ class TeacherCheck:
             self._check_requests(result, sampled, decision, requests)
         if not all(self._is_complete(row.teacher_signal) for row in batch.micro_batches):
             result.errors.append(
-                "a micro-batch lacks what its teacher says of it, or has it in another form"
+                "a micro-batch has no teacher signal, or one of another kind than the config's"
             )
         # The costliest row comes first, and up to _NUM_ROLLOUTS of its rollouts are compared. Of
         # the later rows only one rollout each is compared. They share one mean, since the mean

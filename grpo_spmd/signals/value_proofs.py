@@ -204,7 +204,7 @@ class ValueTargets(SyntheticTargets):
             return relative_size(exact - plain, plain)
 
         result.check_difference(
-            "the value of a token, of the values' size,",
+            "the value of a token, relative to the values' size,",
             "values",
             difference,
             bound_by_noise(bound, difference, measure_noise, MAX_VALUE_BOUND),
@@ -228,7 +228,7 @@ class ValueTargets(SyntheticTargets):
             reduced.append(local if is_here else torch.zeros_like(plain[-1]))
         columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
         result.check_difference(
-            "the gradient of the value head, of its norm,",
+            "the gradient of the value head, relative to its norm,",
             "gradient",
             relative_difference(columns[0], columns[1]),
             bound,
@@ -349,13 +349,13 @@ class CriticUpdateCheck(UpdateObserver):
         if any_rank(not bool(plain.isfinite().all())):
             return
         result.check_difference(
-            "the value loss, of the size of what it sums,",
+            "the value loss, relative to the size of its terms,",
             "loss",
             abs(loss - float(term.value.detach())) / max(term.size, 1e-12),
             _LOSS_BOUND if rollouts else math.inf,
         )
         result.check_difference(
-            "the gradient of the critic, of its norm,",
+            "the gradient of the critic, relative to its norm,",
             "gradient",
             difference,
             bound,
