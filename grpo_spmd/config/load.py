@@ -226,6 +226,8 @@ class StrictLoader(yaml.SafeLoader):
         self._sizes: dict[yaml.Node | None, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Returns the next node, as PyYAML does. Raises ComposerError for a number that is easily
+        misread, and when the document has too many values."""
         values_before = self._num_values
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
@@ -362,6 +364,7 @@ def num_gpus() -> int:
 
 
 def _can_open(path: Path) -> bool:
+    """Returns True if this process may open a device file."""
     try:
         # A container may see device files that its cgroup does not allow it to open.
         os.close(os.open(path, os.O_RDWR))

@@ -165,6 +165,7 @@ def _has_weighted_reward(config: Config) -> bool:
 
 
 def _size_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of sizes that do not fit each other."""
     rollout = config.rollout
     prompt_tokens = config.data.max_prompt_tokens
     rollout_tokens = config.max_rollout_tokens
@@ -181,7 +182,8 @@ def _size_errors(config: Config) -> Iterator[str]:
     if rollout.num_prompts_per_step % mini_batches:
         yield (
             f"training.num_mini_batches ({mini_batches}) must divide rollout.num_prompts_per_step "
-            f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
+            f"({rollout.num_prompts_per_step}), so that all optimizer steps have equally many"
+            " prompts"
         )
     # A buffer as long as the longest completion already penalizes every completion.
     overlong_tokens = config.advantage.overlong_buffer_tokens
@@ -193,6 +195,7 @@ def _size_errors(config: Config) -> Iterator[str]:
 
 
 def _evaluation_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of section `eval`, `data.eval` and `checkpoint.best_metric`."""
     sets = config.data.eval_sets
     every_steps = config.eval.every_steps
     temperature = config.eval.temperature
@@ -225,6 +228,7 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
 
 
 def _environment_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of section `environment`."""
     environment = config.environment
     kinds = [name for name in ("gym", "agent") if getattr(environment, name)]
     if environment.tools or environment.factory:
@@ -254,6 +258,7 @@ def _environment_errors(config: Config) -> Iterator[str]:
 
 
 def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
+    """Yields the errors of section `critic`; `has_rewards` is as in `_signal_errors`."""
     critic = config.critic
     if critic.path is None:
         return
@@ -272,6 +277,7 @@ def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
 
 
 def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
+    """Yields the errors of section `teacher`; `has_rewards` is as in `_signal_errors`."""
     teacher = config.teacher
     if teacher.prompt_key is not None and teacher.prompt_template is not None:
         yield "teacher has prompt_key and prompt_template, and takes one of them; take one out"

@@ -31,7 +31,7 @@ ENGINE_RANKS_KEY = "rollout.tensor_parallel_size"
 DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
 # The values that vLLM takes for max_lora_rank.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# With `optimizer.name: adamw_8bit`, so many consecutive columns of a row share a scale.
+# The number of consecutive columns of a row that share a scale in `optimizer.name: adamw_8bit`.
 MOMENT_BLOCK = 128
 # The trackers, by the names of their packages.
 TRACKERS = ("wandb", "tensorboard", "trackio")

@@ -209,13 +209,14 @@ class Critic(Learner):
     def _whiten(
         self, rows: list[MicroBatch], estimates: list[_Estimate], decision: Decision
     ) -> tuple[float, float, Decision]:
-        """Collective. Returns (mean, factor, decision), of which the first two whiten.
+        """Collective. Returns (mean, factor, decision).
 
-        (A - mean) * factor are the whitened advantages A of all ranks' tokens; without whitening
-        mean is 0 and factor is 1. The decision has the rollouts' mean advantages, scaled likewise,
-        and metrics."""
+        If A are the advantages of all ranks' tokens, (A - mean) * factor are the whitened ones;
+        without whitening mean is 0 and factor is 1. The decision has the rollouts' mean advantages,
+        scaled in the same way, and metrics."""
 
         def whiten(by_rank: list[Any]) -> list[Any]:
+            """Returns [mean, factor, rollouts' advantages, metrics] from what all ranks sent."""
             totals = [sum(column) for column in zip(*(sums for sums, _ in by_rank), strict=True)]
             count, a, a_squares, v, _, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)

@@ -50,7 +50,7 @@ from grpo_spmd.signals.teacher import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-# While requests are running, the ranks ask once in so many seconds whether the run has to stop.
+# Seconds between two checks of whether the run has to stop, while requests are running.
 _STOP_CHECK_S = 0.5
 # 1 minus a sum of float32 probabilities has about this error, so a smaller rest cannot be told from
 # 0, whose logprob would be infinite.
@@ -314,6 +314,7 @@ class ServerCheck(TeacherCheck):
     def _compare(
         self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
     ) -> Tensor:
+        """Collective. As TeacherCheck._compare; with `of_noise` there are no differences."""
         # The server cannot be asked for another dtype, so its rounding cannot be measured.
         if of_noise:
             return torch.zeros(0, dtype=torch.float64)

@@ -408,6 +408,7 @@ def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
     def request_for(prompt: Prompt, written: Fields | None = None) -> TeacherRequest:
+        """Returns the prompt's request. `written` has the columns that rewards wrote."""
         name = "" if has_one else str(prompt.columns["teacher"])
         token_ids = None if prompts is None else prompts[prompt.row].token_ids
         filled = None if template is None else fill_prompt(template, prompt, written or {})
@@ -442,9 +443,9 @@ def fill_prompt(template: str, prompt: Prompt, written: Fields) -> str | list[Me
 # The running check compares the signal of some tokens with a plain forward pass of the teacher over
 # one rollout alone. It also compares the requests with those that the sampling ranks would make.
 
-# At most so many rollouts of a row are compared for each teacher.
+# The largest number of rollouts of a row that are compared for each teacher.
 _NUM_ROLLOUTS = 3
-# At most so many tokens of a rollout are compared.
+# The largest number of tokens of a rollout that are compared.
 _NUM_TOKENS = 12
 # The memory of plain attention grows with the square of the number of tokens before the compared
 # ones. Rollouts with _LONG or more such tokens are not compared, except the shortest if a teacher

@@ -272,6 +272,8 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> LiveBytes:
+        """Begins to count."""
+
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             resized = self._resize(storage, size)
             self._count(storage, _GATHERED)
@@ -296,6 +298,7 @@ class LiveBytes(TorchDispatchMode):
         return Counter({kind: size for kind, size in self._usage.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and counts its outputs, and memory that it only needs while it runs."""
         if any(issubclass(kind, DTensor) for kind in types):
             # Let DTensor handle the operator first. Its operators on local tensors come here again.
             return NotImplemented
