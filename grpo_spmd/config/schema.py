@@ -378,7 +378,7 @@ class EnvironmentConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Section `teacher`: on-policy distillation from a model here or behind a server."""
+    """Section `teacher`: on-policy distillation from a model in this run or behind a server."""
 
     path: dict[str, str] | FilePath = _no_entries()
     """teacher model for distillation on the policy's own rollouts: a folder or hub id, which may be
@@ -467,7 +467,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Section `critic`: a model of each token's value (PPO)."""
+    """Section `critic`: the model that estimates each token's value (PPO)."""
 
     path: FilePath | None = None
     """folder or hub id of a causal LM, or of a classifier with one label; a value head is put on
@@ -604,7 +604,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
-    """Section `proofs`: checks of engine and update while the run goes on."""
+    """Section `proofs`: checks of engine and update during the run."""
 
     every_steps: NonNegativeInt = 50
     """steps between two checks of the engine's weights and of the update, besides those in the

@@ -270,7 +270,7 @@ class Critic(Learner):
 
     @staticmethod
     def no_update() -> Reductions:
-        """Returns the metrics of a rank that made no update."""
+        """Returns the metrics of an update without any optimizer step."""
         return {
             "critic/loss": Mean(),
             "critic/clip_frac": Mean(),

@@ -294,7 +294,7 @@ def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
     """Returns the contexts of a row that the teacher `name` scores, with the teacher's own prompt
-    in the place of the policy's. Waits for the device.
+    in place of the policy's. Waits for the device.
 
     `requests` is None if a single teacher scores all rollouts with the policy's prompts."""
     contexts = row_contexts(row)
@@ -704,7 +704,7 @@ class RandomTeacher:
 
     @property
     def is_sampled(self) -> bool:
-        """True if it gives logprobs of the sampled tokens, False if it gives distributions."""
+        """True if this teacher gives logprobs of the sampled tokens, False if distributions."""
         return self._config.loss == "sampled"
 
     def teach(self, row: MicroBatch) -> None:

@@ -273,7 +273,7 @@ class CriticUpdateCheck(UpdateObserver):
         self._expects_step = any(batch.num_loss_tokens)
 
     def before_backward(self, mini_batch: MiniBatch) -> None:
-        """Collective. Checks the denominators of a mini-batch."""
+        """Collective. Checks the numbers by which the mini-batch's loss is divided."""
         if self._window:
             self._adamw.begin(mini_batch)
 

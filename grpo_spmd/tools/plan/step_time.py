@@ -289,7 +289,8 @@ class Speed:
         return LINK_FRACTION * gb_s * 1e9
 
     def gather_s(self, model: ModelFacts, itemsize: int) -> float:
-        """Returns the seconds of one all-gather, or reduce-scatter, of all parameters."""
+        """Returns the seconds of one all-gather or reduce-scatter of all parameters, whose elements
+        have `itemsize` bytes."""
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
