@@ -216,8 +216,8 @@ class Run(Sampling):
             _log.warning("the run could not be diagnosed: %r", error)
 
     def close(self) -> None:
-        """Collective. Closes the launch's record, the log and all other parts."""
-        # After a preemption the record is closed already, and this does nothing.
+        """Collective. Records the end of the launch, and closes the log and all other parts."""
+        # After a preemption the end has been recorded already, and this does nothing.
         self.launch.end("done")
         self.log.close()
         super().close()
@@ -227,8 +227,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     """Collective. Builds all parts of a run, with the state of its checkpoint if it has one.
     Returns None if the run is over already.
 
-    Raises ConfigError for faults that only show with this machine, data or model. Then nothing has
-    been written to the run folder.
+    Raises ConfigError for faults that only show with this machine, data or model. Then nothing is
+    left behind in the run folder.
     """
     # The process group does not exist yet, so each rank encodes all prompts itself.
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)

@@ -48,8 +48,8 @@ def load_config_with_sources(
     order.
 
     A source is "default", "FILE:LINE", "command line" or "from algorithm: NAME". If file or command
-    line replace another value of the algorithm, that value is added to the source. With `on_cpu`
-    keys that are auto get the values for a CPU. Raises ConfigError.
+    line replace a different value of the algorithm's recipe, the source also names that value. With
+    `on_cpu` keys that are auto get the values for a CPU. Raises ConfigError.
     """
     tree, sources = read_tree(Path(path).expanduser())
     for override in overrides:

@@ -103,7 +103,7 @@ def _errors(config: Config) -> Iterator[str]:
 def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
     """Returns "KEY is VALUE and ..." if the flat config `values` meets all `conditions`, else "".
 
-    `conditions` is a cell of a .tsv table, such as conflicts.tsv, which explains its syntax.
+    `conditions` is a cell of a .tsv table, in the syntax that idle_keys.tsv explains.
     """
     facts = []
     for condition in conditions.split(" & "):
