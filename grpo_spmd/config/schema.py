@@ -29,7 +29,7 @@ RECOMPUTE_KEY = "model.activation_checkpointing"
 MICRO_BATCH_KEY = "training.max_tokens_per_micro_batch"
 ENGINE_RANKS_KEY = "rollout.tensor_parallel_size"
 DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
-# The values that vLLM takes for max_lora_rank.
+# Values of vLLM's max_lora_rank. An engine gets the smallest one that is not below the rank.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The number of consecutive columns of a row that share a scale in `optimizer.name: adamw_8bit`.
 MOMENT_BLOCK = 128
