@@ -4,8 +4,9 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
-# A newcomer's first command is often run by another Python than that of launch/setup.sh.
-# sys.argv is ["-m"] while `python -m grpo_spmd.x` is being found.
+# A newcomer often runs the first command with another Python than that of launch/setup.sh. The
+# missing packages are then named in one line. While Python looks for the module of
+# `python -m grpo_spmd.x`, and so imports this file, sys.argv begins with "-m".
 if getattr(sys, "argv", [])[:1] == ["-m"]:
     for _package in ("yaml", "numpy", "safetensors", "tokenizers"):
         if importlib.util.find_spec(_package) is None:
@@ -19,8 +20,8 @@ from grpo_spmd.config.errors import ConfigError
 if TYPE_CHECKING:
     from grpo_spmd.api import RunResult, run
 
-# `python -m grpo_spmd.report` and the other commands live in tools/; imports name them
-# grpo_spmd.tools.
+# Modules in tools/ are also found as modules of this package, so that `python -m grpo_spmd.report`
+# works. Imports use their full name, grpo_spmd.tools.report.
 __path__.append(__path__[0] + "/tools")
 
 __all__ = ["ConfigError", "RunResult", "run"]
@@ -28,7 +29,8 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Imports api.py when it is first used: `import grpo_spmd` must be quick."""
+    """Returns `run` or `RunResult` of api.py, which is imported only when one of them is used, to
+    keep `import grpo_spmd` quick."""
     if name not in ("RunResult", "run"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from grpo_spmd import api

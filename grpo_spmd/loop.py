@@ -1,8 +1,8 @@
 """The training loop: the phases of a step in their order, and nothing else.
 
-A phase is a named section of a step, such as "rollout" or "update". The name of a phase is also the
-name of its timer, the prefix of its metrics and the name of its time limit. parts.py builds the
-parts that the loop calls.
+A phase is a named section of a step, such as "rollout" or "update". Its name is used for its timer,
+as the prefix of its metrics, and for its time limit in the config. parts.py builds the parts that
+the loop calls.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from grpo_spmd.parts import Run, open_run
 
 
 def train(config: Config, inputs: Inputs) -> bool:
-    """Collective. Trains one whole run.
+    """Collective. Trains until the run is finished or preempted.
 
-    Returns True if the run ended, or was preempted after its state was saved. Errors are raised."""
+    Returns True in both cases; if preempted, the run's state has been saved. Errors are raised."""
     run = open_run(config, inputs)
-    # None: an earlier launch finished this run.
+    # An earlier launch has finished this run.
     if run is None:
         return True
     try:
-        # Each step first asks whether the run has to stop.
+        # steps() raises Preempted before a step if the run has to stop.
         for step in run.steps():
             _train_step(run, step)
         _finish(run)
@@ -48,7 +48,7 @@ def _train_step(run: Run, step: int) -> None:
         log.write_evaluation(step - 1, run.evaluator.evaluate_if_due(step - 1))
     sampled = SampledStep(run.step_rules)
     generation_s: list[float] = []
-    # The loop has one round, unless dynamic sampling has to refill the step.
+    # One round is enough, unless dynamic sampling drops groups, which are then replaced.
     while sampled.num_missing:
         with phase("rollout"):
             prompts = run.stream.take(sampled.num_missing)
@@ -88,17 +88,19 @@ def _train_step(run: Run, step: int) -> None:
         sampled.num_completions, decision.num_sampled_tokens, run.stream.epoch
     )
     log.record_largest(counts | run.stream.metrics())
-    # Before the checkpoint: a step that fails its checks must not be saved.
+    # This comes before the checkpoint: a step that fails its checks must not be saved.
     log.check_step(step, decision, sync_stats, sums, generation_s)
     with phase("checkpoint"):
         run.checkpoints.stage_if_due(step, run.stream.position, run.log_state())
     log.end_step(step, decision)
-    # The checkpoint is written in the background, now that the step's line of metrics is on disk.
+    # The staged checkpoint is written in the background. This comes last, so that the metrics of
+    # every step that a checkpoint contains are on disk.
     run.checkpoints.write_staged()
 
 
 def _finish(run: Run) -> None:
-    """Collective. Evaluates the final policy, waits for its checkpoint and ends the log."""
+    """Collective. Evaluates the final policy, waits until its checkpoint is written, and ends the
+    log."""
     num_steps = run.config.training.num_steps
     if run.config.eval.every_steps:
         run.begin_step(num_steps + 1)

@@ -1,9 +1,9 @@
-"""Opens the parts of a run in order, hands them to the loop, and closes them.
+"""Builds the parts of a run, and closes them.
 
 A part is a long-lived object of the run on one rank, such as the engine, the policy or the log.
-`open_run` builds all parts and returns them as a `Run`; loop.py calls them step by step. The order
-of opening matters: cheap checks come first, the engine comes before the policy, and the run folder
-is written last, so that a run that is refused leaves nothing behind.
+`open_run` builds all parts and returns them as a `Run`, whose parts loop.py calls step by step. The
+order of building matters: cheap checks come first, the engine comes before the policy, and the run
+folder is written late, so that a run that is refused leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ from grpo_spmd.rollout.evaluate import Evaluator, HeldOut
 from grpo_spmd.rollout.sample import ExpectedLengths, Sampler, open_tail
 from grpo_spmd.signals.opening import Signals, open_reward_models, open_rewards, open_signals
 
-# Episodes are off by default; then their modules are not even imported.
+# Modules of episodes are imported only by runs that have an environment.
 if TYPE_CHECKING:
     from grpo_spmd.episodes.environments import Environments
 
@@ -94,7 +94,7 @@ _log = logging.getLogger("grpo_spmd")
 
 @dataclass
 class Sampling:
-    """The parts that sample and score, in a training and in an evaluation alone."""
+    """The parts that sample and score. An evaluation without training has only these."""
 
     environments: Environments | None
     rewards: RewardPool
@@ -105,7 +105,8 @@ class Sampling:
     def open_evaluator(
         self, config: Config, held_out: HeldOut, writer: RolloutWriter | None = None
     ) -> Evaluator:
-        """Returns the evaluator of these sets; with a `writer` it dumps its completions."""
+        """Returns the evaluator of the held-out sets. With a `writer` it writes its completions to
+        the run folder."""
         return Evaluator(
             held_out,
             self.engine,
@@ -115,16 +116,18 @@ class Sampling:
             config.reward_pool.max_error_frac,
             writer,
             self.environments,
-            # The first reward says what is correct, whatever its weight.
+            # The first reward says which completions are correct, so its failures count even if its
+            # weight is 0.
             watched_rewards=watched_rewards(self.score.weights) - {*[*self.score.weights][:1]},
         )
 
     def close(self) -> None:
-        """Collective. Ends all processes and the engine, on all ranks together."""
+        """Collective. Ends the rewards' and environments' processes, the engine and torch's process
+        group."""
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
-        # No rank may end before every rank has saved.
+        # No rank may tear down before every rank has saved.
         barrier()
         with bounded_teardown():
             self.engine.shutdown()
@@ -133,7 +136,7 @@ class Sampling:
 
 @dataclass
 class Run(Sampling):
-    """The parts of a run on this rank. All ranks have the same parts."""
+    """The parts of a run on this rank. Every rank has all of them."""
 
     config: Config
     session: Session
@@ -158,22 +161,22 @@ class Run(Sampling):
     num_finished_steps: int
     """The number of steps that were finished when the current step began."""
     begun_position: int = 0
-    """The position in the prompt stream at which the current step began."""
+    """The position of the prompt stream when the current step began."""
     begun_state: dict[str, Any] = field(default_factory=dict)
-    """The state of the prompt stream with which the current step began."""
+    """The state of the prompt stream when the current step began."""
 
     def steps(self) -> Iterator[int]:
-        """Collective. Yields the numbers of the steps that are still to do, counted from 1.
+        """Collective. Yields the numbers of the remaining steps; the run's first step is 1.
 
-        A step begins when its number is drawn. Raises Preempted if the run has to stop."""
+        A step begins when its number is yielded. Raises Preempted if the run has to stop."""
         for step in range(self.num_finished_steps + 1, self.config.training.num_steps + 1):
             self.begin_step(step)
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Records the state at the beginning of the step. Raises Preempted if the run
-        has to stop."""
-        # First: a preemption saves this state, from which the step can be done again.
+        """Collective. Records the state at the beginning of the step, and tells the parts that it
+        begins. Raises Preempted if the run has to stop."""
+        # This comes first: if preempted, the run saves this state, from which it repeats the step.
         self.num_finished_steps = step - 1
         self.begun_position = self.stream.position
         self.begun_state = self.stream.state()
@@ -183,17 +186,17 @@ class Run(Sampling):
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
-        """Puts the engine to sleep, which frees its device memory, and moves the models that waited
-        in host memory to the device. Returns memory metrics."""
+        """Puts the engine to sleep, which frees its device memory, and moves the models in host
+        memory back to the device. Returns memory metrics."""
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
     def log_state(self) -> dict[str, Any]:
-        """Returns the state of logs and prompt stream, for a checkpoint."""
+        """Returns the state of the logs and the prompt stream, which a checkpoint saves."""
         return self.logprob_check.state() | self.progress.state() | self.stream.state()
 
     def save_begun_step(self, reason: str) -> None:
-        """Collective. Saves the state with which the current step began, because the run was
-        preempted."""
+        """Collective. Saves a checkpoint of the state in which the current step began, because the
+        run was preempted. `reason` is written to the log and launches.jsonl."""
         self.engine.sleep()
         self.offload.to_device()
         state = self.log_state() | self.begun_state
@@ -203,31 +206,31 @@ class Run(Sampling):
         self.launch.end("preempted", reason)
 
     def log_diagnosis(self) -> None:
-        """Logs on rank 0 what stands out in the finished run."""
+        """Logs the findings of the diagnosis about the finished run, on rank 0."""
         if not self.session.is_rank0:
             return
         try:
             for line in summary_lines(read_run(self.launch.run_dir)):
                 _log.info("diagnosis: %s", line)
-        except Exception as error:  # it is for people: a finished run does not fail by it
+        except Exception as error:  # the diagnosis is informative and must not fail a finished run
             _log.warning("the run could not be diagnosed: %r", error)
 
     def close(self) -> None:
-        """Collective. Closes the parts in the reverse order, on all ranks together."""
-        # After a preemption the launch has ended already, and this does nothing.
+        """Collective. Records the end of the launch, and closes the log and all other parts."""
+        # After a preemption the end has been recorded already, and this does nothing.
         self.launch.end("done")
         self.log.close()
         super().close()
 
 
 def open_run(config: Config, inputs: Inputs) -> Run | None:
-    """Collective. Opens all parts of a run, from its checkpoint if it has one. Returns None if the
-    run is over already.
+    """Collective. Builds all parts of a run, with the state of its checkpoint if it has one.
+    Returns None if the run is over already.
 
-    Raises ConfigError for faults that only this machine, data or model can show. Then nothing is
-    left in the run folder.
+    Raises ConfigError for faults that only show with this machine, data or model. Then nothing is
+    left behind in the run folder.
     """
-    # The process group does not exist yet: each rank encodes the prompts for itself.
+    # The process group does not exist yet, so each rank encodes all prompts itself.
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     prompts = build_prompts(
         inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
@@ -243,7 +246,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         for line in (*lines, *inputs.notes):
             _log.info(line)
     run_dir = Path(config.run_dir)
-    # The facts tell this run from another one in the same folder; find_start compares them.
+    # Facts that identify the run. find_start compares them with those of the checkpoints in the
+    # folder, to refuse those of another run.
     facts = run_facts(flatten_config(config), prompts, session, held_out)
     start = find_start(
         run_dir,
@@ -263,7 +267,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     engine, policy, score = sampling.engine, sampling.policy, sampling.score
     temperature = config.rollout.temperature
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
-    # A second stream, for the teachers only: it looks up prompts and never advances.
+    # Teachers look up prompts by their position in this second stream, which never advances.
     prompt_at = PromptStream(prompts, config.seed, config.data.shuffle).at
     signals = open_signals(config, policy, session, reference, prompt_at, tokenizer)
     updater = open_updater(config, policy, signals.value_head)
@@ -297,7 +301,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         tokenizer=tokenizer,
         signals=signals.proofs(check_settings),
     )
-    # Rows are balanced by their FLOPs, not only by their tokens.
+    # Micro-batches are balanced over ranks by FLOPs, in which attention grows faster than tokens.
     cost_ratio = attention_cost_ratio(policy.num_active_parameters, policy.model.config)
     step_rules = make_step_rules(config, session.world_size, cost_ratio, score.weights)
     offload = HostOffload(
@@ -325,19 +329,19 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         facts,
         signals.critic,
     )
-    # From here on policy, optimizer and critic have the state of the start.
+    # From here on policy, optimizer and critic have the state of the checkpoint, if there is one.
     checkpoints.load(start)
-    # Prompts that the steps before the start left waiting come first, even if tail batching, which
-    # launches more prompts than those of a step, is off by now.
+    # Tail batching launches more prompts than a step needs and defers the slow ones. Deferred
+    # prompts in the checkpoint come first, even if tail batching has been switched off since.
     fresh = PromptStream(prompts, config.seed, config.data.shuffle, start.position)
     stream: PromptStream | TailStream = fresh
     tail = None
     if config.rollout.tail_batching != 1 or start.waiting:
         stream, tail = open_tail(fresh, len(prompts), config.rollout, start.waiting)
-    # The folder is written only now: everything that can be refused has been tried.
+    # The run folder is written only now, when nothing can be refused any more.
     num_dropped = inputs.num_rows - len(prompts) - sum(map(len, held_out.values()))
     launch = open_run_dir(config, session, num_dropped, start, inputs.start_time, tokenizer)
-    # The time limits are set only now: engine and policy have made their process groups.
+    # Time limits are set per process group, so engine and policy must have made theirs before.
     set_collective_timeouts(config.watchdog)
     logprob_check = LogprobCheck(
         config.model.dtype, config.proofs.max_mismatch, is_on=config.proofs.logprobs
@@ -352,11 +356,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         pool_bytes=engine.pool_bytes,
         first_step=start.step + 1,
     )
-    # Scores of single tokens go to files of their own, next to the rollouts.
+    # The tokens' logprobs and other scores go to files of their own, beside the rollouts.
     score_writer = RolloutWriter(run_dir, config.logging, session, "token_scores")
     buffer = None
     if config.checkpoint.rollout_buffer:
-        # A preempted step goes on from the finished completions instead of sampling them again.
+        # With the buffer a preempted step continues from its finished completions.
         buffer = RolloutBuffer(
             config.run_dir,
             config.seed,
@@ -406,7 +410,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
 def open_updater(
     config: Config, policy: Policy, value_head: ValueHead | None = None
 ) -> PolicyUpdater:
-    """Returns the policy's optimizer and loss; `value_head` is a critic's on the policy."""
+    """Returns the updater of the policy, which has its optimizer and its loss.
+
+    `value_head` is the critic, if that is a value head on the policy, which it then trains too."""
     return PolicyUpdater(
         policy,
         config.optimizer,
@@ -418,7 +424,7 @@ def open_updater(
 
 
 def build_held_out(config: Config, inputs: Inputs, tokenizer: Any) -> HeldOut:
-    """Returns the prompts of each set of `data.eval`."""
+    """Returns the prompts of each held-out set of `data.eval`, by the set's name."""
     num_per_step = config.rollout.num_prompts_per_step
     return {
         name: build_prompts(rows, tokenizer, config.data, num_per_step, name)
@@ -434,7 +440,7 @@ def open_sampling(
     preemption: Preemption,
     held_out: HeldOut,
 ) -> Sampling:
-    """Collective. Opens environments, rewards, engine and policy. Raises ConfigError."""
+    """Collective. Builds environments, rewards, engine and policy. Raises ConfigError."""
     environments = open_environments(
         config, inputs.rewards, tokenizer, session, preemption.check_scoring
     )
@@ -444,8 +450,8 @@ def open_sampling(
     choose_fused_kernel(config.model.logprob_kernel, session.device)
     if config.loss.router_aux_coef and not num_experts(load_config(config.model.path)):
         raise ConfigError(f"loss.router_aux_coef: {config.model.path} has no experts; leave it out")
-    # The engine comes before the policy: it measures the GPU's free memory, then sleeps and leaves
-    # the memory to the policy.
+    # The engine comes before the policy: it measures the GPU's free memory when it is built, and
+    # then sleeps, so that the policy can use the memory.
     engine = RolloutEngine(
         config.model,
         config.rollout,
@@ -465,8 +471,8 @@ def open_sampling(
     )
     if config.loss.router_aux_coef and not policy.replays_routes:
         raise ConfigError(
-            f"loss.router_aux_coef: no routes of {config.model.path} are recorded, of which the "
-            "load-balance loss is made; set it to 0"
+            f"loss.router_aux_coef: no routes of {config.model.path} are recorded, and the "
+            "load-balance loss is computed from them; set it to 0"
         )
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     return Sampling(environments, rewards, engine, policy, score)
@@ -475,10 +481,10 @@ def open_sampling(
 def evaluate_alone(
     config: Config, inputs: Inputs, checkpoint: Path, trainer: dict[str, Any]
 ) -> dict[str, Any]:
-    """Collective. Returns the metrics of all held-out sets, without a training.
+    """Collective. Evaluates a policy on all held-out sets, without training. Returns the metrics.
 
-    The policy is that of `checkpoint`, whose trainer.json is `trainer`, or without one the model of
-    model.path. Raises ConfigError.
+    The policy is that of the folder `checkpoint`, and `trainer` is the contents of its
+    trainer.json. If `trainer` is empty, the policy is the model of model.path. Raises ConfigError.
     """
     if (
         trainer
@@ -499,7 +505,7 @@ def evaluate_alone(
     config = decide_memory(config, trainer.get("config", {}), session)
     sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
     if trainer:
-        # The optimizer is dropped as soon as the policy is there.
+        # load_state also loads the optimizer's state; the updater is dropped right after it.
         load_state(sampling.policy, open_updater(config, sampling.policy), checkpoint, trainer)
     step = trainer.get("step", 0)
     epoch = trainer.get("position", 0) / len(inputs.rows)
@@ -524,9 +530,9 @@ def evaluate_alone(
 def make_step_rules(
     config: Config, num_ranks: int, cost_ratio: float, reward_weights: Mapping[str, float]
 ) -> StepRules:
-    """Returns the rules of a step. `cost_ratio` is the result of balance.attention_cost_ratio,
-    `reward_weights` are the weights of all rewards by name."""
-    # Rewards of weight 0 are only logged, next to a teacher that teaches alone.
+    """Returns the rules by which a step is sampled, scored and assembled. `cost_ratio` is the
+    result of balance.attention_cost_ratio; `reward_weights` has all rewards' weights by name."""
+    # If all weights are 0, rewards are only logged, and a teacher alone trains the policy.
     has_rewards = any(reward_weights.values())
     return StepRules(
         config.rollout,
@@ -549,9 +555,10 @@ def open_environments(
     session: Session,
     check: Callable[[], None],
 ) -> Environments | None:
-    """Returns the environments, or None if the policy talks to none.
+    """Returns the environments, or None if the config has none.
 
-    `check` is called again and again while they run, and may raise. Raises ConfigError."""
+    While environments run, `check` is called repeatedly; it may raise to end the waiting. Raises
+    ConfigError."""
     if not config.environment.is_on:
         return None
     from grpo_spmd.episodes.environments import Environments
@@ -564,7 +571,7 @@ def open_environments(
         config.max_rollout_tokens,
         config.micro_batch_tokens,
     )
-    # Only the first rank of an engine has episodes.
+    # Only the first rank of each engine runs episodes.
     has_episodes = session.rank % config.rollout.engine_ranks == 0
     log_file = Path(config.run_dir, "logs", f"environments_rank_{session.rank}.log")
     return Environments(
@@ -589,10 +596,10 @@ def open_log(
     pool_bytes: Callable[[], int] = lambda: 0,
     first_step: int = 1,
 ) -> tuple[PhaseTimer, MetricsLog]:
-    """Returns (timer of the phases from `first_step` on, log of the steps' metrics).
+    """Returns (timer of the phases, log of the steps' metrics).
 
-    `start_time` is that of the launch on the monotonic clock, `pool_bytes` returns the size of the
-    engine's memory pool.
+    `start_time` is the time of the launch on the monotonic clock. `pool_bytes` returns the size of
+    the engine's memory pool. `first_step` is the first step that this launch makes.
     """
     # The settings that a log line about low memory suggests.
     memory_remedies = remedies(
@@ -605,7 +612,7 @@ def open_log(
     ledger = MemoryLedger(session.device, pool_bytes, memory_remedies)
     timer = PhaseTimer(session.device, ledger, first_step)
     run_dir = Path(config.run_dir)
-    # Followers send metrics to trackers; one process per run does it.
+    # Followers are processes that send metrics to trackers; only rank 0 starts them.
     followers = None
     if session.is_rank0:
         followers = open_followers(run_dir, config.logging, config_to_dict(config))
@@ -622,17 +629,18 @@ def open_log(
 
 
 def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session) -> Config:
-    """Collective. Returns the config with decided values in the place of each auto.
+    """Collective. Returns the config with a value in the place of each `auto` that is left to the
+    planner (DECIDED_KEYS).
 
-    They are those of the checkpoint, if the run starts from one (`recorded` is its flat config).
-    If they are not, rank 0 asks the planner, for the smallest GPU of all ranks.
-    On a CPU they are constants. Raises ConfigError if the planner finds that the run cannot fit the
-    GPUs, and logs by how much it fits.
+    `recorded` is the flat config of the checkpoint from which the run starts; its values are kept.
+    On a CPU the values are constants. On GPUs, unless the checkpoint has all values, rank 0 asks
+    the planner about the smallest GPU of all ranks, and logs its answer. Raises ConfigError if the
+    planner finds that the run cannot fit.
     """
     config = keep_recorded(config, recorded)
     if session.device.type != "cuda":
         return with_cpu_defaults(config)
-    # The planner takes seconds, and has judged these values when the run began.
+    # The planner takes seconds, and it has judged the same values when the run began.
     values = decided_values(config)
     if values.items() <= recorded.items():
         _log.info("as in the checkpoint: %s", values_text(values))
@@ -658,11 +666,11 @@ def open_run_dir(
     tokenizer: Any = None,
 ) -> Launch:
     """Collective. Makes the run folder with the resolved `config.yaml`, the tokenizer and a log
-    file of each rank, and adds the launch to launches.jsonl.
+    file of each rank, and adds the launch to launches.jsonl. Returns the launch's record.
 
-    If a run resumes, its metrics are cut back to the steps before the start, as if it had never
-    come further. `start_time` is the time of the launch on the monotonic clock. Raises
-    ConfigError if another run has taken the folder since it was checked.
+    If a run resumes, the metrics of steps after its checkpoint are deleted, since these steps are
+    done again. `start_time` is the time of the launch on the monotonic clock. Raises ConfigError if
+    another run has taken the folder since it was checked.
     """
     run_dir = Path(config.run_dir)
     logs = run_dir / "logs"
@@ -670,7 +678,7 @@ def open_run_dir(
     def claim(devices: list[Any]) -> int | None:
         """Writes the files of the run folder, on rank 0. Returns the number of the launch, or None
         if launches.jsonl cannot be written."""
-        # The folder is taken first: nothing of another run may be changed.
+        # First, because it raises if the folder is another run's, of which nothing may change.
         begin_in(run_dir, start)
         cut_metrics(run_dir / "metrics.jsonl", start.step)
         text = yaml.safe_dump(config_to_dict(config), sort_keys=False)
@@ -679,7 +687,7 @@ def open_run_dir(
         return begin_launch(run_dir, start.step + 1, start_time, devices, session.is_restart)
 
     launch = Launch(run_dir, on_rank0(claim, host_and_device(session.device)), session.is_rank0)
-    # Every rank makes the folder: each node has its own, if the run folder is not shared.
+    # Every rank makes the logs folder: without a shared file system each node has its own.
     logs.mkdir(parents=True, exist_ok=True)
     doctor.write_reports_to(logs, launch.fail)
     log_to_file(logs / f"rank_{session.rank}.log")

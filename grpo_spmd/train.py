@@ -1,9 +1,10 @@
-"""The training command: checks everything that needs no torch, then builds the parts and the loop.
+"""The training command: checks everything that can be checked without torch, then trains.
 
 torchrun --nproc-per-node 8 -m grpo_spmd.train --config x.yaml [section.key=value ...]
 python -m grpo_spmd.train --config x.yaml [...]
 
-The second is one process: breakpoint() works in a reward, the loss and the weight sync.
+The second command trains in a single process, in which breakpoint() works, for example in the loss
+or the weight sync.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from grpo_spmd.model.config_json import read_model
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command: --help, --check, --explain or the training."""
     listen()
     parser = OverridesParser(
         allow_abbrev=False,
@@ -94,19 +95,20 @@ def main() -> None:
 
 @contextmanager
 def torch_process() -> Iterator[None]:
-    """Ends this process with its block, which imports torch and vLLM and runs on them."""
+    """Returns a context manager for the code that imports torch and vLLM and uses them. When the
+    block ends, it ends this process with the exit code of the outcome."""
     prepare_torch()
     startup.begin("importing torch and vLLM")
-    # A crash in C prints where Python was.
+    # On a crash in C code, Python's traceback is printed.
     faulthandler.enable()
     with exit_with_outcome():
         yield
 
 
 def listen() -> None:
-    """Makes the process end with torchrun and, until training begins, at Ctrl-C."""
-    # Until the ranks have joined, nothing else would tell this one that torchrun was killed.
-    # Without torchrun the parent is a shell, which a run may outlive.
+    """Makes this process end when torchrun ends and, until training begins, at Ctrl-C."""
+    # Until the process group exists, a rank would not notice otherwise that torchrun was killed.
+    # Without torchrun the parent is a shell, which the run may outlive.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(signal.SIGKILL)
     hold_standard_streams()
@@ -114,12 +116,12 @@ def listen() -> None:
 
 
 def prepare_torch() -> None:
-    """Sets variables that torch reads when it is imported."""
-    # Its C++ warnings (NUMA binding, hooks at exit) say nothing that a user could act on; its
-    # errors still show.
+    """Sets environment variables that torch reads when it is imported."""
+    # Hides torch's C++ warnings (NUMA binding, hooks at exit), about which a user can do nothing.
+    # Its errors are still shown.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Huge pages for large tensors in host memory. Without them page faults are half the time of a
-    # weight sync on the CPU.
+    # Huge pages for large tensors in host memory. Without them half the time of a weight sync on
+    # the CPU is spent on page faults.
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 

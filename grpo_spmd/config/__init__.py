@@ -1,5 +1,5 @@
 """The config: every key with its default, bounds and meaning; reading, checking and printing it.
 
-Not here: anything that needs a file other than the YAML, torch or a process.
-Imports nothing of the package.
+Nothing here reads a file of the user other than the YAML, uses torch or starts a process.
+This room imports no other room of the package.
 """

@@ -1,6 +1,6 @@
-"""Translates config keys of other trainers into ours. aliases.tsv has the table.
+"""Finds our config keys for the keys of other trainers, by the table in aliases.tsv.
 
-The table is read only when an unknown key is met.
+The table is read only when a config has an unknown key.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 from grpo_spmd.config.describe import flat
 
-# Last parts of their names that say too little without the section before them.
+# Last parts of other trainers' keys that are ambiguous without the section before them.
 _AMBIGUOUS_NAME = re.compile(r"name|path|enable|interval|type|len|dataset|env|freq|offline|steps")
 
 
 class Alias(NamedTuple):
-    """An Alias is one row of the table: names in another trainer, and our keys for them."""
+    """One row of the table: the names of a setting in another trainer, and our keys for it."""
 
     trainer: str
     names: list[str]
-    keys: list[str]  # ours; empty: there is no such setting here
-    note: str  # what differs; may be empty
+    keys: list[str]  # our keys; empty if we have no such setting
+    note: str  # how our setting differs; may be empty
 
     def __str__(self) -> str:
         target = f"here {', '.join(self.keys)}" if self.keys else "nothing here"
@@ -47,9 +47,12 @@ def read_aliases() -> list[Alias]:
 
 
 def translate_key(key: str, value: object = None) -> str | None:
-    """Returns the error line for an unknown key, or for a key inside the section `value`, that some
-    trainer knows; None if no trainer knows it."""
-    # A key inside the section says more than the section; a longer suffix more than a shorter one.
+    """Returns the error message for an unknown key that another trainer has, with our key for it.
+
+    If `value` is a section, a key inside it may be the one that is found. Returns None if no
+    trainer has the key."""
+    # Keys inside the section come before the section, and longer suffixes before shorter ones,
+    # because they are less ambiguous.
     for name in (*flat(value, key), key):
         for suffix in _suffixes(name):
             if line := _error_line(name, _find_aliases(suffix)):
@@ -58,15 +61,15 @@ def translate_key(key: str, value: object = None) -> str | None:
 
 
 def translate_last_part(key: str) -> str | None:
-    """Does the same for a key without a section, by the last part of their names: "train_files" is
-    verl's data.train_files."""
+    """As `translate_key`, for a key without a section that is the last part of a key of another
+    trainer: "train_files" is verl's data.train_files."""
     if "." in key or _AMBIGUOUS_NAME.fullmatch(key):
         return None
     return _error_line(key, _find_aliases(key.replace("-", "_"), by_last_part=True))
 
 
 def translate_misspelt_key(key: str) -> str | None:
-    """Does the same for a key that is nearly one of their names (num_generation)."""
+    """As `translate_key`, for a misspelt key of another trainer, such as "num_generation"."""
     last_name = key.rpartition(".")[2].replace("-", "_")
     names = {name for alias in read_aliases() for name in alias.names}
     for name in difflib.get_close_matches(last_name, names, n=1, cutoff=0.9):
@@ -76,16 +79,16 @@ def translate_misspelt_key(key: str) -> str | None:
 
 
 def _suffixes(name: str) -> list[str]:
-    """Returns the dotted name, and its ends without the first section, the first two, ...
+    """Returns the dotted name, then the name without its first section, without its first two, ...
 
-    They are written as ours are: no dash in front, "_" for "-", and no index at the end.
+    The name is normalized: no dash in front, "_" for "-", and no list index at the end.
     """
     names = re.sub(r"^-|(\.\d+)+$", "", name).replace("-", "_").split(".")
     return [".".join(names[start:]) for start in range(len(names))]
 
 
 def find_alias(trainer: str, name: str) -> Alias | None:
-    """Returns the row of a trainer that has this name, or the longest end of it."""
+    """Returns the trainer's row in the table that has `name`, or else the longest suffix of it."""
     for suffix in _suffixes(name):
         for alias in _find_aliases(suffix):
             if alias.trainer == trainer:
@@ -94,7 +97,7 @@ def find_alias(trainer: str, name: str) -> Alias | None:
 
 
 def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:
-    """Returns the first row of each trainer that has this name."""
+    """Returns for each trainer the first row that has this name, if there is one."""
     aliases: dict[str, Alias] = {}
     for alias in read_aliases():
         names = [n.rpartition(".")[2] for n in alias.names] if by_last_part else alias.names
@@ -104,7 +107,8 @@ def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:
 
 
 def _error_line(key: str, aliases: list[Alias]) -> str | None:
-    """Returns one line for all trainers; those that mean the same share a clause."""
+    """Returns the error message for an unknown key, None if `aliases` is empty. Trainers with the
+    same translation share a clause."""
     trainers: dict[str, list[str]] = {}
     for alias in aliases:
         trainers.setdefault(str(alias), []).append(f"{alias.trainer}'s")

@@ -1,7 +1,7 @@
-"""Turns plain YAML values into a dataclass of the schema: types, bounds, paths, unknown keys.
+"""Builds the dataclasses of the schema from plain YAML values, and checks the values on the way.
 
-Whatever cannot be used becomes a ConfigError of one line: the key, the rule, the value and, where
-one is known, the remedy.
+For a value or key that cannot be used it raises a ConfigError of one line, with the key, the rule,
+the value and, if one is known, the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from grpo_spmd.config.describe import (
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, FilePath, RewardConfig
 
-# Control characters and line separators. In a path or a name they only mislead.
+# Control characters and line separators, which have no use in a path or a name.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine", "stop")
 NULLS = (None, "None", "null")
@@ -45,21 +45,23 @@ _MAX_NUMBER = 1 << 63
 _MAX_PATH_BYTES = 4000
 _MAX_NAME_BYTES = 255
 _CURLY_QUOTES = ("\u201c", "\u2018", "\u201e")
-# A run_dir that is a URL or holds a variable. A `~` is still there only if its user is unknown.
+# Matches a run_dir that is a URL, holds a variable, or begins with "~", which is left after
+# expanduser only if the user is unknown.
 _NO_FOLDER = re.compile(r"~|[a-zA-Z][\w+.-]*://|.*\$[{\w]")
 
 
 def build(cls: type, tree: Any, prefix: str) -> Any:
-    """Returns dataclass `cls` built from a mapping; `prefix` is its dotted key, "" at the root."""
+    """Returns a dataclass `cls` built from the mapping `tree`. `prefix` is the section's dotted
+    key, "" for the whole config. Raises ConfigError."""
     tree = {} if tree in NULLS else tree
     if not isinstance(tree, Mapping):
         is_reward = prefix.startswith("rewards.")
         remedy = "; write {name: NAME} or {function: 'file.py:fn'}" if is_reward else ""
         raise ConfigError(f"{prefix}: expected a section (a mapping), got {tree!r}{remedy}")
-    # Hints are strings in the source, so they are evaluated in the schema's module.
+    # The annotations of the schema are strings, which get_type_hints evaluates.
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls, include_extras=True)
-    # Unknown keys first: a misspelt key would else be reported as one that is missing.
+    # Unknown keys come first, because a misspelt key is also a missing one.
     errors = [*_unknown_keys(cls, tree, prefix)]
     if errors:
         count = f"{len(errors)} unknown keys: " if len(errors) > 1 else ""
@@ -82,7 +84,8 @@ def build(cls: type, tree: Any, prefix: str) -> Any:
 
 
 def coerce(hint: Any, value: Any, key: str) -> Any:
-    """Returns `value` as the declared type. PyYAML reads "lr: 1e-6" as text; here it is a float."""
+    """Returns `value` converted to the type `hint`. "1e-6", which PyYAML reads as text, becomes a
+    float. Raises ConfigError if it cannot be converted."""
     if is_section(hint):
         return build(hint, value, key)
     value = _interpret(hint, value)
@@ -92,7 +95,7 @@ def coerce(hint: Any, value: Any, key: str) -> Any:
     # strict=False lets msgspec read numbers from text and whole numbers from floats.
     with suppress(msgspec.ValidationError):
         result = msgspec.convert(value, hint, strict=False)
-        # 0, 1 and "true" are bools for msgspec.
+        # msgspec would also convert 0, 1 and "true" to bool, which is refused.
         if isinstance(value, bool) or not isinstance(result, bool):
             return result
     raise ConfigError(f"{key} must be {type_name(hint)}; got {value!r}")
@@ -107,16 +110,16 @@ _DTYPES = {
 
 
 def _interpret(hint: Any, value: Any) -> Any:
-    """Returns the one reading of `value` that fits this type, or `value` unchanged without one.
+    """Returns `value` with some other spellings replaced by those that the type `hint` expects.
 
-    "none" is None, one name is a list of names, a number where text is expected is its digits, and
-    bf16 is bfloat16.
+    For a type that allows it, "none" becomes None, a single name a list of names, a number its text
+    and bf16 bfloat16. Other values are returned unchanged.
     """
     options, words = _options(hint), _words(hint)
     if isinstance(value, str):
         if type(None) in options and value.strip().lower() in ("none", "null"):
             return None
-        # The command line has lists as "wandb,tensorboard".
+        # On the command line a list may be given as "wandb,tensorboard".
         if tuple[str, ...] in options and value not in words:
             return [name for name in re.split(r"[,\s]+", value) if name]
         return _DTYPES[value] if _DTYPES.get(value) in words else value
@@ -129,23 +132,24 @@ def _interpret(hint: Any, value: Any) -> Any:
 
 
 def _options(hint: Any) -> Sequence[Any]:
-    """Returns the types of a union, or the one type."""
+    """Returns the types of a union; for another type a sequence of this type alone."""
     return typing.get_args(hint) if typing.get_origin(hint) in UNIONS else (hint,)
 
 
 def _words(hint: Any) -> list[Any]:
-    """Returns the words that a type lists as its values, and the types of a list's elements."""
+    """Returns the type arguments of all options of a type. Of a Literal they are the words that are
+    its values."""
     return [word for option in _options(hint) for word in typing.get_args(option)]
 
 
 def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
-    """Returns the checked value of a declared key.
+    """Returns the value of a key after checks that types cannot express.
 
-    All numbers must be finite, required text must not be empty, and no text may hold control
-    characters. Raises ConfigError.
+    Numbers must be finite, required text must not be empty, and text may not hold control
+    characters except in keys of several lines. Raises ConfigError.
     """
     for name, leaf in flat(list(value) if isinstance(value, tuple) else value, key).items():
-        # YAML also has dates, sets and bytes, which JSON has not.
+        # YAML also has dates, sets and bytes, which cannot be written as JSON.
         if isinstance(leaf, date | set | bytes):
             raise ConfigError(f"{name} must be text or a number; got {leaf!r}")
         if isinstance(leaf, int | float) and not abs(leaf) < _MAX_NUMBER:
@@ -163,8 +167,9 @@ def _checked(value: Any, field: dataclasses.Field[Any], key: str) -> Any:
 def _expand_paths(value: Any, key: str) -> Any:
     """Returns a path, or a mapping of names to paths, with `~` and `~user` replaced.
 
-    Relative paths stay relative to the working folder. Variables ($SCRATCH) are left to the shell,
-    which expands them on the command line: a config would mean another folder to each user.
+    Relative paths stay relative to the working folder. Variables such as $SCRATCH are not expanded,
+    because the same file would mean another folder for each user; on the command line the shell
+    expands them. Raises ConfigError.
     """
     if isinstance(value, dict):
         return {name: _expand_paths(path, join_key(key, name)) for name, path in value.items()}
@@ -185,7 +190,7 @@ def _expand_paths(value: Any, key: str) -> Any:
 
 
 def key_names(cls: type, prefix: str = "") -> list[str]:
-    """Returns the dotted names of all keys and sections."""
+    """Returns the dotted names of all keys and sections of the dataclass `cls`."""
     names = []
     for name, hint in typing.get_type_hints(cls).items():
         names.append(join_key(prefix, name))
@@ -195,7 +200,7 @@ def key_names(cls: type, prefix: str = "") -> list[str]:
 
 
 def _unknown_keys(cls: type, tree: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-    """Yields the error line of each key in `tree` and its sections that the schema lacks."""
+    """Yields an error message for each key in `tree` and its sections that the schema lacks."""
     hints = typing.get_type_hints(cls, include_extras=True)
     for name, value in tree.items():
         key = join_key(prefix, str(name))
@@ -212,12 +217,12 @@ def _unknown_keys(cls: type, tree: Mapping[Any, Any], prefix: str) -> Iterator[s
 
 
 def unknown_key(key: str, prefix: str, value: Any) -> str:
-    """Returns the error line for a key that does not exist in section `prefix`.
+    """Returns the error message for a key that does not exist in section `prefix`.
 
-    It names our key for another trainer's name, or the key that was probably meant.
+    If the key is one of another trainer or is misspelt, the message has the key that was meant.
     """
     name = key.removeprefix(f"{prefix}.") if prefix else key
-    # In the order of how sure the answer is: a name of another trainer comes before a guess.
+    # The most certain explanation comes first: a key of another trainer before a similar name.
     if "." in name and (key in key_names(Config) or name.startswith("rewards.")):
         section, _, last_name = key.rpartition(".")
         return (
@@ -233,17 +238,18 @@ def unknown_key(key: str, prefix: str, value: Any) -> str:
     return translate_misspelt_key(key) or f"{key}: unknown key; --help lists them all"
 
 
-# Two names count as similar from this ratio of difflib on: in the same section, and in another.
+# Two names count as similar if difflib's ratio is at least this, in the same section or in another.
 _SAME_SECTION_RATIO = 0.7
 _OTHER_SECTION_RATIO = 0.85
 
 
 def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
-    """Returns a key with a similar name in the same section, else one in another section."""
+    """Returns the key with a similar name in the same section, else in another section; None if
+    there is none, or if several fit."""
     keys = key_names(Config)
     if prefix.startswith("rewards"):
         keys = key_names(RewardConfig, prefix)
-    # A value is never meant for a section.
+    # If the unknown key has a plain value, no section was meant.
     sections = {key.rpartition(".")[0] for key in keys}
     keys = [key for key in keys if is_section or key not in sections]
     # A typo in the right section comes before the same name elsewhere.
@@ -253,7 +259,7 @@ def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
         similar = difflib.get_close_matches(name, names, n=1, cutoff=ratio)
         if not similar and candidates is siblings:
             similar = [sibling for sibling in names if _is_cut_short(name, sibling)]
-        # max_lr looks like min_lr, but it means the opposite.
+        # max_lr is spelt like min_lr, but it means the opposite.
         if similar and _extremes(similar[0]) == _extremes(name):
             matches = keys_named(similar[0], candidates)
             return matches[0] if len(matches) == 1 else None
@@ -261,23 +267,27 @@ def _similar_key(name: str, prefix: str, *, is_section: bool) -> str | None:
 
 
 def keys_named(name: str | None, all_keys: Iterable[str]) -> list[str]:
-    """Returns the keys with this last part. Where policy and critic both have it, the policy's."""
+    """Returns the keys whose last part is `name`. Keys of the critic are left out if another
+    section has the name too."""
     keys = [key for key in all_keys if key.rpartition(".")[2] == name]
     return [key for key in keys if not key.startswith("critic.")] or keys
 
 
 def _is_cut_short(name: str, candidate: str) -> bool:
-    """True for temp and temperature, or lrate and lr; lr_end is another thing than lr."""
+    """Returns True if one name is the other with letters added, as temp and temperature or lr and
+    lrate, but not lr and lr_end."""
     short, long = sorted((name, candidate), key=len)
     return long.startswith(short) and long[len(short) :].isalpha()
 
 
 def _extremes(name: str) -> list[str]:
+    """Returns the words in a name that would turn it into the opposite if they were exchanged."""
     return re.findall(r"min|max|low|high", name)
 
 
 def find_remedy(key: str, value: str) -> str | None:
-    """Returns what remedies.tsv advises for this value of a key; "--" is the key of options."""
+    """Returns the remedy in remedies.tsv for this value of a key, or None. Unknown command line
+    options have the key "--"."""
     for known_key, pattern, remedy in read_table("remedies.tsv"):
         if known_key in (key, "*") and re.fullmatch(pattern, value, re.DOTALL):
             return remedy.replace("VALUE", value)
@@ -285,7 +295,7 @@ def find_remedy(key: str, value: str) -> str | None:
 
 
 def _value_remedy(key: str, value: Any, hint: Any) -> str:
-    """Returns what is added to the line that refuses this value; "" where its rule is enough."""
+    """Returns a remedy to add to the error message about this value; "" if none is known."""
     if remedy := find_remedy(key, str(value)):
         return f"; {remedy}"
     words = [word for word in _words(hint) if isinstance(word, str)]

@@ -1,4 +1,4 @@
-"""Shows the config: its keys with their help texts, its values without secrets.
+"""Describes the config: its keys with their help texts, and its values with secrets removed.
 
 python -m grpo_spmd.config.describe      prints the tables of keys in configs/README.md
 """
@@ -22,7 +22,7 @@ from grpo_spmd.config.schema import Config, RewardConfig
 
 
 class KeyText(NamedTuple):
-    """Describes one config key in words."""
+    """The texts that describe one config key."""
 
     name: str
     default: str  # as in YAML; "" if the key is required
@@ -31,10 +31,10 @@ class KeyText(NamedTuple):
 
 
 def describe_keys(columns: int = 80) -> str:
-    """Returns all keys for `--help`, in lines of at most `columns` characters."""
+    """Returns the text about all keys for `--help`, in lines of at most `columns` characters."""
     lines = []
     for key in _key_texts(Config, ""):
-        # A long list of words is broken at its bars, or no line could hold it.
+        # Blanks around the bars let textwrap break a long list of words.
         values = key.values.replace("|", " | ")
         default = f"default {key.default}" if key.default else "required"
         head = f"{key.name}  ({values}; {default})"
@@ -51,10 +51,11 @@ def describe_keys(columns: int = 80) -> str:
 
 
 def keys_as_markdown() -> str:
-    """Returns all keys as Markdown tables: the keys without a section, then one table a section."""
+    """Returns Markdown tables of all keys: first the keys without a section, then one table for
+    each section."""
     lines = []
     section = None
-    # Keys without a section come first; the sort is stable.
+    # The sort is stable, so it moves only the keys without a section, to the front.
     for key in sorted(_key_texts(Config, ""), key=lambda key: "." in key.name):
         heading = key.name.split(".")[0] if "." in key.name else "Without a section"
         if heading != section:
@@ -72,7 +73,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 
 def type_name(hint: Any) -> str:
-    """Returns a type, with its bounds, in words that a user of YAML knows."""
+    """Returns the description of a type and its bounds, in words for a user who writes YAML."""
     origin = typing.get_origin(hint)
     args = typing.get_args(hint)
     if origin is Literal:
@@ -90,26 +91,27 @@ def type_name(hint: Any) -> str:
         tuple: "a list" if ... in args else "a list of 2 numbers",
         dict: "a mapping",
     }
-    # The bounds of numbers in a list or a mapping.
+    # The last type argument of a list or a mapping is the type of its elements; add its bounds.
     return names[origin or hint] + "".join(_bounds(arg) for arg in args[-1:])
 
 
 def _bounds(hint: Any) -> str:
-    """Returns " >= 0 and < 1" for a type of numbers with these bounds; "" for other types."""
+    """Returns the bounds of a number type as text such as " >= 0 and < 1"; "" if it has none."""
     metadata = getattr(hint, "__metadata__", [None])[0]
     bounds = {sign: getattr(metadata, name, None) for name, sign in _SIGNS.items()}
     return " and".join(f" {sign} {bound:g}" for sign, bound in bounds.items() if bound is not None)
 
 
 def is_section(hint: Any) -> TypeGuard[type]:
-    """Returns True for the type of a section or of an entry in a list of them."""
+    """Returns True if the type is a dataclass: a section, or an entry of `rewards`."""
     return dataclasses.is_dataclass(hint)
 
 
 @functools.cache
 def help_texts(cls: type) -> dict[str, str]:
-    """Returns the help text of each key of a section: the string below its field in the source."""
-    # The interpreter drops a string below a field, so that the source is read.
+    """Returns the help text of each key of a section, which is the string below its field in the
+    source code."""
+    # Python does not keep a string below a field, so the source code is parsed.
     [tree] = ast.parse(inspect.getsource(cls)).body
     texts = {}
     for field, text in itertools.pairwise(typing.cast(ast.ClassDef, tree).body):
@@ -119,13 +121,15 @@ def help_texts(cls: type) -> dict[str, str]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """Returns the default of a key; dataclasses.MISSING if the user must set it."""
+    """Returns the default of a key, or dataclasses.MISSING if the key is required."""
     if field.default_factory is dataclasses.MISSING:
         return field.default
     return field.default_factory()
 
 
 def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
+    """Yields the texts of all keys of the section `cls`, whose dotted key is `prefix`, and of the
+    sections in it."""
     hints = typing.get_type_hints(cls, include_extras=True)
     meanings = help_texts(cls)
     for field in dataclasses.fields(cls):
@@ -145,13 +149,13 @@ def _key_texts(cls: type, prefix: str) -> Iterator[KeyText]:
 
 
 def join_key(prefix: str, name: str) -> str:
-    """Returns the dotted key of `name` in section `prefix`; "" is the root."""
+    """Returns the dotted key of `name` in section `prefix`, which is "" for the whole config."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns {dotted key: value} of nested mappings and lists; an empty one is a value itself."""
-    # An empty mapping is a value: its key would vanish from the printed config.
+    """Returns {dotted key: value} of nested mappings and lists."""
+    # An empty mapping or list counts as a value, because its key would be lost otherwise.
     if not isinstance(value, dict | list) or not value:
         return {prefix: value}
     leaves: dict[str, Any] = {}
@@ -161,25 +165,25 @@ def flat(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def flatten_config(config: Config) -> dict[str, Any]:
-    """Returns `config_to_dict` by dotted key: "optimizer.betas.0", "rewards.0.name"."""
+    """Returns the values of `config_to_dict` by dotted key, as "optimizer.betas.0"."""
     return flat(config_to_dict(config))
 
 
 def config_to_dict(section: Any) -> dict[str, Any]:
-    """Returns a config or section as plain YAML types, with secrets as "<redacted>"."""
+    """Returns a config or section as plain YAML types, in which secrets are "<redacted>"."""
     return dict(_plain(section))
 
 
-# Mappings whose keys are not judged by name: names of environment variables, names of teachers.
+# Mappings whose keys may sound like secrets although the values are none: HTTP headers with the
+# names of environment variables, and teachers' names with paths or addresses.
 _PLAIN_MAPPINGS = ("headers_env", "path", "url")
 
 
 def _plain(value: Any, name: str = "", is_free_form: bool = False) -> Any:
     """Returns `value` as plain YAML types, with secrets replaced.
 
-    `is_free_form` is True if `name` is a key that the user chose, which may be that of a secret.
-
-    Declared keys (max_prompt_tokens, prompt_key) only sound like secrets.
+    `is_free_form` is True if `name` is a key that the user invented, which may name a secret. Keys
+    of the schema (max_prompt_tokens, prompt_key) only sound as if they did.
     """
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
@@ -201,8 +205,8 @@ SECRET_NAME = re.compile(
     r"(?i)key(?!word)|token(?!iz)|secret|passw|passphrase|credential|auth(?!or(?!i[sz]))|bearer"
     r"|cookie|(?<![a-z])(pwd?|pat|jwt|dsn)(?![a-z])"
 )
-# Secrets known by their form, whatever their key: a header, a URL with a password, and the keys
-# that services give out.
+# Secrets that are recognized by their form, whatever their key: headers, URLs with a password, and
+# access keys of well-known services.
 SECRET = re.compile(
     r"(?i:\bbearer\s+[\w.~+/-]{8}|authorization\s*[:=]\s*\S|://[^/\s:@]*:[^/\s@]+@"
     r"|\b(password|passwd|pwd)\s*=\s*\S"
@@ -213,22 +217,23 @@ SECRET = re.compile(
 )
 _MAX_ARGUMENTS = 1_000
 _MAX_ARGUMENT_LENGTH = 4_000
-# name=, name: or "name":
+# A name before a value, as in name=, name: or "name":
 _NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(?:\s*=\s*|["']?\s*:\s+|["']\s*:\s*)""")
-# The value after a name. Of a mapping or a list it takes all that follows.
+# The value after a name. If it begins with { or [, everything that follows belongs to it.
 _VALUE = re.compile(r"""[{\[].*|"[^"]*"|'[^']*'|[^\s,;&}\]]+""", re.DOTALL)
 
 
 def redact(text: str) -> str:
     """Returns a message without secrets.
 
-    Removes the values of names like api_key, unless they are declared keys (data.prompt_key), and
-    everything from the first secret on that is known by its form.
+    The values of names like api_key are removed, unless the names are keys of the schema
+    (data.prompt_key). If a secret is recognized by its form, the rest of the message is removed
+    too.
     """
     pieces: list[str] = []
     end = 0
     for name in _NAME.finditer(text):
-        # A name inside a value that was removed already is skipped.
+        # A name before `end` lies inside a value that has been removed.
         value = _VALUE.match(text, name.end())
         if value is not None and name.start() >= end and _is_secret(name[1], value[0]):
             pieces += [text[end : name.end()], "<redacted>"]
@@ -239,12 +244,10 @@ def redact(text: str) -> str:
 
 
 def redact_arguments(arguments: Sequence[str]) -> list[str]:
-    """Returns a command line without secrets, its length bounded.
-
-    In `--api-key VALUE` the secret is an argument of its own.
-    """
+    """Returns a command line without secrets, as the run folder records it. In `--api-key VALUE`
+    the secret is a separate argument."""
     arguments_shown = []
-    # The line goes into the run folder, so that its length is bounded.
+    # The number and the length of the arguments are limited, since they are written to a file.
     for previous, argument in itertools.pairwise(["", *arguments[:_MAX_ARGUMENTS]]):
         is_value = re.match(r"-[^=]*$", previous) and not argument.startswith("-")
         is_secret = is_value and _is_secret(previous, argument)
@@ -255,6 +258,7 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
 
 
 def _is_secret(name: str, value: str) -> bool:
+    """Returns True if the name of a value says that it is a secret."""
     name_parts = {*name.strip("-").split(".")} - _declared_names()
     # "max_tokens 512" is a number of tokens, not a token.
     is_count = name.endswith("tokens") and re.fullmatch(r"[\d.e+-]+", value)
@@ -263,7 +267,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 @functools.cache
 def _declared_names() -> set[str]:
-    """Returns the parts of all dotted keys of the config."""
+    """Returns all words between the dots of the schema's keys, which never name secrets."""
     return {name_part for key in _key_texts(Config, "") for name_part in key.name.split(".")}
 
 

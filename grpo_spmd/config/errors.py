@@ -1,4 +1,4 @@
-"""Reports errors in what a user typed: one line on stderr and exit code 2.
+"""Reports a user's mistakes in one line on stderr and exit code 2.
 
 The *last words* of a process are the line that it prints before it ends.
 """
@@ -16,7 +16,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 T = typing.TypeVar("T")
+# The time limit for printing a process's last words.
 _SAY_S = 2.0
+# A rank that does not print waits so long for torchrun to end it.
 _REFUSE_DELAY_S = 10.0
 # Control characters that move the cursor, change colours or reverse the direction of text. A
 # message may quote a folder's name or a completion, which can hold them.
@@ -29,24 +31,25 @@ def printable(text: str) -> str:
 
 
 def cut_middle(text: str, num_chars: int = 40) -> str:
-    """Returns the text, or both its ends if it has more than `num_chars` characters."""
+    """Returns the text; if it has more than `num_chars` characters, only its beginning and end."""
     half = num_chars // 2 - 2
     return text if len(text) <= num_chars else f"{text[:half]} ... {text[-half:]}"
 
 
 class ConfigError(ValueError):
-    """The config, the command line or the data cannot be used. Its text is always one line."""
+    """Raised if the config, the command line or the data cannot be used. Its text is one line."""
 
     def __str__(self) -> str:
         return " ".join(printable(super().__str__()).split("\n"))
 
 
 def refuse(error: ConfigError) -> typing.NoReturn:
-    """End this rank with one line and exit code 2.
+    """Ends this rank with one line and exit code 2.
 
-    Under torchrun all ranks meet the same error. The first rank of each node prints it, and
-    torchrun then ends the others while they wait. A rank that survives the wait was alone with its
-    error (for example, a file is missing on its node only), so it prints the error itself.
+    Under torchrun usually all ranks have the same error. The first rank of each node prints it and
+    ends, and torchrun then ends the others while they wait. If a rank is still there after the
+    wait, only that rank had the error (for example, a file is missing on its node only), so it
+    prints the error itself.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_REFUSE_DELAY_S)
@@ -55,8 +58,8 @@ def refuse(error: ConfigError) -> typing.NoReturn:
 
 
 def say(text: str) -> None:
-    """Print the last words of a process on stderr; give up after 2 s, because the reader may be
-    stalled (Ctrl-S)."""
+    """Prints the last words of a process on stderr. Gives up after 2 s, because the terminal may be
+    stopped (Ctrl-S)."""
     line = printable(text)
 
     def write() -> None:
@@ -67,18 +70,18 @@ def say(text: str) -> None:
         # Not through sys.stderr: another thread may be stuck in a write to it and hold its lock.
         unwritten = f"{line}\n".encode(errors="backslashreplace")
         while unwritten:
-            # os.write may write only a part.
+            # os.write may write only the first part of it.
             unwritten = unwritten[os.write(2, unwritten) :]
 
-    with suppress(OSError, ValueError):  # nobody can be told any more
+    with suppress(OSError, ValueError):  # stderr is closed: there is no other way to report
         within(_SAY_S, write)
 
 
 def within(seconds: float, work: Callable[[], T]) -> T:
-    """Returns what `work` returns, or raises what it raises; raises TimeoutError after `seconds`.
+    """Runs `work` with a time limit. Returns what it returns, or raises what it raises; raises
+    TimeoutError after `seconds`.
 
-    `work` runs in a daemon thread. If it is late, its thread is left behind and its result is
-    dropped.
+    `work` runs in a daemon thread. After a timeout the thread goes on, and its result is dropped.
     """
     future: Future[T] = Future()
 

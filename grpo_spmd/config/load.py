@@ -1,6 +1,7 @@
-"""Reads a YAML file and overrides into a checked Config, and says where each value came from.
+"""Reads a YAML file and overrides into a checked Config, and tells where each value came from.
 
-Order of the values, later ones win: defaults, the recipe of `algorithm: NAME`, the file, overrides.
+A value is taken from the last of these that has it: the defaults, the recipe of `algorithm: NAME`,
+the file, the overrides.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import DECIDED_KEYS, Config
 
-FROM_RECIPE = "from algorithm:"  # begins the source of a value that a recipe gave
+# The source of a value that a recipe has set begins with this.
+FROM_RECIPE = "from algorithm:"
 _MAX_FILE_BYTES = 1 << 20
-# On a CPU the kernel has to find pages again for what a pass over more tokens writes.
+# On a CPU larger micro-batches are slower: in each pass the kernel has to map new pages for the
+# memory of their tensors.
 _CPU_MICRO_BATCH_TOKENS = 2048
 
 
@@ -41,15 +44,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_config_with_sources(
     path: str | Path, overrides: Sequence[str] = (), *, on_cpu: bool = False
 ) -> tuple[Config, dict[str, str]]:
-    """Returns the config and the source of each key of `flatten_config`, in its order.
+    """Returns (config, sources): where the value of each key of `flatten_config` came from, in its
+    order.
 
-    A source is "default", "FILE:LINE", "command line" or "from algorithm: NAME"; after the file and
-    the command line follows the value of the algorithm that they replace.
+    A source is "default", "FILE:LINE", "command line" or "from algorithm: NAME". If file or command
+    line replace a different value of the algorithm's recipe, the source also names that value. With
+    `on_cpu` keys that are auto get the values for a CPU. Raises ConfigError.
     """
     tree, sources = read_tree(Path(path).expanduser())
     for override in overrides:
         name, value = apply_override(tree, override)
-        # Sources below this key are gone with the value that held them.
+        # The override replaces the whole value of this key, with all keys in it.
         sources = {key: sources[key] for key in sources if not f"{key}.".startswith(f"{name}.")}
         sources |= dict.fromkeys(flat(value, name), "command line")
     config = build_config(tree, on_cpu=on_cpu)
@@ -64,11 +69,10 @@ def load_config_with_sources(
 
 
 def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
-    """Returns the checked config of a tree of plain values; `on_cpu`: with a CPU's defaults.
-
-    Raises ConfigError.
+    """Returns the checked config made from a tree of plain values. With `on_cpu` keys that are auto
+    get the values for a CPU. Raises ConfigError.
     """
-    # The recipe is put below the tree before coercion, so its values are checked like typed ones.
+    # The recipe's values are filled in before coercion, so they are checked like the user's.
     recipe = recipe_of(tree)
     config: Config = build(Config, _fill_in_recipe(tree, recipe), "")
     if on_cpu:
@@ -82,10 +86,10 @@ def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
 
 
 def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns a YAML file's unchecked values and {dotted key: "FILE:LINE"}. Raises ConfigError."""
+    """Returns (a YAML file's unchecked values, {dotted key: "FILE:LINE"}). Raises ConfigError."""
     try:
         with path.open("rb") as file:
-            # Bounded: the path may lead to a device, which has no end.
+            # The number of bytes is limited, because the path may be a device without an end.
             text = file.read(_MAX_FILE_BYTES + 1).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -99,7 +103,7 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         loader = StrictLoader(text)
         node = loader.get_single_node()
         tree = loader.construct_document(node) if node is not None else None
-        # The construction comes before this. In it merged keys ("<<") became keys of their mapping.
+        # construct_document has to come first: it moves merged keys ("<<") into their mapping.
         _note_lines(node, "", path, sources)
     except YAML_ERRORS as error:
         raise _yaml_error(error, text, path) from None
@@ -111,7 +115,8 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _note_lines(node: yaml.Node | None, prefix: str, path: Path, sources: dict[str, str]) -> None:
-    """Enters {dotted key: "FILE:LINE"} for everything in `node`."""
+    """Adds {dotted key: "FILE:LINE"} to `sources` for every key and list element in `node`, whose
+    own dotted key is `prefix`."""
     if isinstance(node, yaml.MappingNode):
         items = [(str(key_node.value), key_node, value) for key_node, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
@@ -125,10 +130,11 @@ def _note_lines(node: yaml.Node | None, prefix: str, path: Path, sources: dict[s
 
 
 def path_remark(path: Path) -> str:
-    """Returns, in brackets, where a missing file was looked for, if its path does not say so."""
+    """Returns a remark in brackets about a path that does not exist, to add to an error message; ""
+    if there is nothing to remark."""
     if os.path.exists(path):
         return ""
-    # A shell expands variables, and a YAML file does not.
+    # Only a shell expands variables.
     if "$" in str(path):
         return (
             " (variables are not expanded in a config: give it on the command line, where the "
@@ -143,11 +149,12 @@ def path_remark(path: Path) -> str:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
-    """Puts one `section.key=value` into `tree`; returns its dotted key and value."""
+    """Sets the value of one `section.key=value` in `tree`. Returns (dotted key, value). Raises
+    ConfigError."""
     name, equals, text = override.partition("=")
     if not equals or not name:
         raise ConfigError(f"an override is section.key=value, got {override!r}")
-    # Hydra writes +key and ~key, Python list[0].
+    # Users of Hydra may write +key or ~key, and users of Python list[0].
     plain_name = re.sub(r"\[(\d+)\]", r".\1", name).lstrip("+~")
     if plain_name and plain_name != name:
         rule = "no + or ~ stands before a key" if name[0] in "+~" else "an index stands after a dot"
@@ -162,8 +169,7 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
     except YAML_ERRORS as error:
         problem = getattr(error, "problem", None) or error
         raise ConfigError(f"{name}: the value {text!r} is not valid YAML: {problem}") from None
-    # Values are YAML as in the file, so that a list or a mapping can be given.
-    # Walk down to the mapping or list that holds the key; missing sections are created.
+    # Walk down to the mapping or list that holds the key, and create missing sections.
     node: Any = tree
     prefix = ""
     *parents, last_name = name.split(".")
@@ -179,7 +185,8 @@ def apply_override(tree: dict[str, Any], override: str) -> tuple[str, Any]:
 
 
 def _index(node: dict[str, Any] | list[Any], text: str, key: str) -> Any:
-    """Returns the index in a list, or the name in a mapping, that `text` is."""
+    """Returns `text` as an index into `node`: a number if `node` is a list, else the text itself.
+    Raises ConfigError if a list has no such index."""
     if isinstance(node, dict):
         return text
     if not text.isdecimal() or int(text) >= len(node):
@@ -190,8 +197,8 @@ def _index(node: dict[str, Any] | list[Any], text: str, key: str) -> Any:
     return int(text)
 
 
-# What PyYAML raises for 2024-13-45, deep nesting, "!!bool x", "!!timestamp x", '!!int ""', a set as
-# a key, and 1:1:[...]:1.0.
+# PyYAML raises these for invalid YAML, and for 2024-13-45, deep nesting, "!!bool x",
+# "!!timestamp x", '!!int ""', a set as a key, and 1:1:[...]:1.0.
 YAML_ERRORS = (
     yaml.YAMLError,
     ValueError,
@@ -206,28 +213,32 @@ _MAX_DIGITS = 1000
 
 
 class StrictLoader(yaml.SafeLoader):
-    """Safe YAML loader that also refuses keys given twice and documents without a bound.
+    """A safe YAML loader that also refuses keys given twice, numbers that are easily misread, and
+    documents with too many values.
 
-    PyYAML silently keeps the last of two equal keys. A few lines of aliases to aliases are billions
-    of values.
+    PyYAML silently keeps the last of two equal keys. With aliases to aliases a few lines can stand
+    for billions of values.
     """
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
-        # Both count values with every alias written out.
+        # Number of values in the document so far, and in each node. An alias counts as many values
+        # as the node that it stands for.
         self._num_values = 0
         self._sizes: dict[yaml.Node | None, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Returns the next node, as PyYAML does. Raises ComposerError for a number that is easily
+        misread, and when the document has too many values."""
         values_before = self._num_values
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        # An alias inside the node that it stands for has no size yet: it never ends.
+        # An alias inside its own node has no size yet. It is endless, so it counts the maximum.
         self._num_values += self._sizes.get(node, _MAX_VALUES) if is_alias else 1
         self._sizes[node] = self._num_values - values_before
         rule = ""
         if isinstance(node, yaml.ScalarNode) and node.tag.endswith(":int"):
-            # Python takes long to read "1:2:3:...", and refuses to print a long hexadecimal number.
+            # PyYAML takes long to read "1:2:3:...", and Python refuses to print a huge number.
             if len(node.value) > _MAX_DIGITS:
                 rule = f"a number of more than {_MAX_DIGITS} digits"
             elif re.match(r"[-+]?0\d", node.value):
@@ -241,7 +252,8 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def _construct_mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    # The keys of a merged mapping ("<<: *anchor"), which may be given again, are not there yet.
+    """Returns the mapping of a node. Raises ConstructorError if a key is given twice."""
+    # Keys of a merged mapping ("<<: *anchor") may be given again. They are not in `node` yet.
     names: set[str] = set()
     for key_node, _ in node.value:
         name = str(key_node.value)
@@ -256,10 +268,11 @@ StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _co
 
 
 def _yaml_error(error: Exception, text: str, path: Path) -> ConfigError:
-    """Returns the error for a file that is not YAML, with its line and what is likely wrong."""
+    """Returns the ConfigError for a file that is not valid YAML, with the line and the probable
+    mistake."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or error
-    # PyYAML notices a missing colon only at the end of the next line.
+    # PyYAML reports a missing colon at the end of the next line; the context is the right line.
     if "could not find expected ':'" in str(problem):
         mark = getattr(error, "context_mark", None) or mark
     # Some errors of PyYAML have no position.
@@ -270,8 +283,9 @@ def _yaml_error(error: Exception, text: str, path: Path) -> ConfigError:
 
 
 def _yaml_remark(line: str, text: str) -> str:
-    """Returns what is likely wrong with `line` of a file with `text`; "" if nothing is known."""
-    # "[section]" or "key = value" at the start of a line.
+    """Returns a remark about the probable mistake in `line` of a file with the contents `text`; ""
+    if none is known."""
+    # A line with "[section]" or "key = value", as in TOML.
     if re.search(r"(?m)^(\[+[\w.-]+\]+ *$|[\w.-]+ = )", text):
         return "; it looks like TOML, and a config is YAML: model: {path: ...}"
     if match := re.search(r"[\xa0\u2000-\u200b\u202f\u3000\ufeff\t]", line):
@@ -284,12 +298,13 @@ def _yaml_remark(line: str, text: str) -> str:
 
 
 def recipe_of(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns {dotted key: value} of the algorithm that a tree names, {} if it names none.
+    """Returns {dotted key: value} of the recipe that `tree` names as its `algorithm`, or {}.
 
-    A name that is not known is left to `build`. Raises ConfigError for a section of that name.
+    An unknown name also gives {}; `build` refuses it later. Raises ConfigError if `algorithm` is a
+    section.
     """
     name = tree.get("algorithm")
-    # In verl "algorithm" is a section.
+    # In configs of verl "algorithm" is a section.
     if isinstance(name, Mapping):
         raise ConfigError(unknown_key("algorithm", "", name))
     recipe = read_recipes().get(name) if isinstance(name, str) else None
@@ -302,17 +317,17 @@ def _fill_in_recipe(tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> dict[
     for key, value in recipe.items():
         section, _, name = key.partition(".")
         values = {} if filled.get(section) in NULLS else filled[section]
-        # Anything else is refused later, because it is no section.
+        # A section that is no mapping is refused later, by `build`.
         if isinstance(values, Mapping):
             filled[section] = {name: value, **values}
     return filled
 
 
 def _check_recipe_needs(config: Config) -> None:
-    """Raises ConfigError if the algorithm needs a key that is not set."""
+    """Raises ConfigError if the recipe of `algorithm` needs a key that the user has not set."""
     for key in read_recipes()[config.algorithm].needs if config.algorithm is not None else ():
         section, _, name = key.partition(".")
-        # A teacher may be given by teacher.url in the place of teacher.path.
+        # A recipe that needs teacher.path is also content with teacher.url.
         has_teacher = section == "teacher" and config.teacher.is_on
         if not getattr(getattr(config, section), name) and not has_teacher:
             raise ConfigError(
@@ -321,8 +336,9 @@ def _check_recipe_needs(config: Config) -> None:
 
 
 def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Returns what is added to an error that names keys which the algorithm set, not the user."""
-    # \b keeps loss.kl_coef from being found in a longer key that begins alike.
+    """Returns a remark to add to an error message that names keys which the algorithm has set and
+    not the user; "" if there are none."""
+    # \b: loss.kl must not be found in loss.kl_coef.
     set_keys = flat(dict(tree))
     values = [
         f"{key}: {json.dumps(value)}"
@@ -332,24 +348,27 @@ def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any
     return f" (algorithm: {tree['algorithm']} sets {', '.join(values)})" if values else ""
 
 
-# Under Windows (WSL 2) the device file is there for GPUs of any maker; the library is NVIDIA's.
+# Under WSL 2 the device file exists for GPUs of any vendor, and the library only with NVIDIA's
+# driver.
 _WSL_DEVICE = Path("/dev/dxg")
 _WSL_CUDA = Path("/usr/lib/wsl/lib/libcuda.so.1")
 
 
 def num_gpus() -> int:
-    """Returns how many NVIDIA GPUs this process may open, whether torch can use them or not.
+    """Returns the number of NVIDIA GPUs that this process may open, even if torch cannot use them.
 
-    0 if no driver is loaded, or the container or job was given none; /proc/driver/nvidia would show
-    all GPUs of the machine. 1 under WSL 2, which has one device file for all GPUs.
+    It is 0 if no driver is loaded, or if the container or job has no GPU (/proc/driver/nvidia would
+    still show all GPUs of the machine). It is 1 under WSL 2, which has one device file for all
+    GPUs.
     """
     num_opened = sum(_can_open(path) for path in Path("/dev").glob("nvidia[0-9]*"))
     return num_opened or int(_WSL_CUDA.exists() and _can_open(_WSL_DEVICE))
 
 
 def _can_open(path: Path) -> bool:
+    """Returns True if this process may open a device file."""
     try:
-        # A container sees device files that its cgroup forbids to open.
+        # A container may see device files that its cgroup does not allow it to open.
         os.close(os.open(path, os.O_RDWR))
     except OSError:
         return False
@@ -359,19 +378,22 @@ def _can_open(path: Path) -> bool:
 def gpus_are_hidden() -> bool:
     """Returns True if CUDA_VISIBLE_DEVICES hides all GPUs.
 
-    CUDA stops at the first name that is no device. Slurm writes NoDevFiles.
+    CUDA ignores the first name in it that is no device and all names after it, so the first name
+    decides. Slurm writes NoDevFiles if a job has no GPU.
     """
     first_device = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip().lower()
     return first_device in ("", "-1", "nodevfiles", "none", "void")
 
 
 def trains_on_cpu() -> bool:
-    """Returns True if a rank started here will find no GPU, or has a torch that can use none."""
+    """Returns True if a rank that is started here will train on the CPU, because it finds no GPU or
+    its torch was built without CUDA."""
     return gpus_are_hidden() or not num_gpus() or is_built_for_cpu(find_spec("torch"))
 
 
 def is_built_for_cpu(torch: ModuleSpec | None) -> bool:
-    """Returns True if torch's own files say so; importing torch would take seconds."""
+    """Returns True if torch was built without CUDA, according to its version.py. This does not
+    import torch, which would take seconds. `torch` is the result of find_spec."""
     if torch is None or torch.origin is None:
         return False
     try:
@@ -382,10 +404,10 @@ def is_built_for_cpu(torch: ModuleSpec | None) -> bool:
 
 
 def with_cpu_defaults(config: Config) -> Config:
-    """Returns the config with the values that auto stands for on a CPU.
+    """Returns the config with the values that `auto` stands for on a CPU.
 
-    Nothing is recomputed. A micro-batch has 2,048 tokens, or two of the longest rollouts if those
-    have more, and never more than auto may choose elsewhere.
+    They are no recomputation, one rank for each engine, and micro-batches of 2,048 tokens, or of
+    two rollouts of full length if that is more, but not more than on a GPU.
     """
     two_rollouts = max(_CPU_MICRO_BATCH_TOKENS, 2 * config.max_rollout_tokens)
     values = (False, min(config.micro_batch_tokens, two_rollouts), 1)
@@ -393,7 +415,8 @@ def with_cpu_defaults(config: Config) -> Config:
 
 
 def decided(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns the config with these values, by key, in the place of auto; what is set stays."""
+    """Returns the config in which each key of `values` that is auto has the value there. Other keys
+    stay as they are."""
     for key, value in values.items():
         name, _, field = key.partition(".")
         section = getattr(config, name)
@@ -404,6 +427,7 @@ def decided(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def decided_values(config: Config) -> dict[str, Any]:
-    """Returns the values of DECIDED_KEYS; for those that are auto, the planner's first choice."""
+    """Returns the values of DECIDED_KEYS by key. A key that is still auto has the planner's first
+    choice."""
     values = (config.model.recompute, config.micro_batch_tokens, config.rollout.engine_ranks)
     return dict(zip(DECIDED_KEYS, values, strict=True))

@@ -1,10 +1,10 @@
-"""Named algorithms: the values that `algorithm: NAME` sets where file, command line and Python set
-none.
+"""Recipes: the values that `algorithm: NAME` gives to keys which the user has not set.
 
-A recipe has what defines the algorithm, not what depends on model, data and lengths (learning rate,
-batch, buffers). recipes.yaml has them, each value with its source.
+A recipe has the values that define the algorithm, but not those that depend on model, data and
+lengths (learning rate, batch size, buffers). recipes.yaml has the recipes, each value with its
+source.
 
-python -m grpo_spmd.config.recipes      prints the table of configs/README.md
+python -m grpo_spmd.config.recipes      prints the table of recipes in configs/README.md
 """
 
 from __future__ import annotations
@@ -25,26 +25,25 @@ Algorithm = Literal[
 
 @dataclass(frozen=True)
 class Recipe:
-    """A Recipe is the definition of one algorithm."""
+    """The definition of one algorithm."""
 
-    name: str  # as people write it, with its paper
-    values: dict[str, Any]  # by dotted key
-    yours: str = ""  # settings that belong to it and depend on your sizes
-    needs: Sequence[str] = ()  # keys that only the user can set, and without which it cannot run
+    name: str  # the algorithm's usual name, with its paper
+    values: dict[str, Any]  # the values that it sets, by dotted key
+    yours: str = ""  # text: further settings of the algorithm, which depend on the user's sizes
+    needs: Sequence[str] = ()  # keys that the user has to set, or the algorithm cannot run
 
 
 @functools.cache
 def read_recipes() -> dict[str, Recipe]:
-    """Returns the recipes of recipes.yaml by the name of the algorithm.
-
-    It takes 10 ms, which a config without `algorithm` does not need.
-    """
+    """Returns the recipes of recipes.yaml by the name of the algorithm. This takes 10 ms, so it is
+    called only for a config that names an algorithm."""
     entries = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {name: Recipe(**entry) for name, entry in entries.items()}
 
 
 def recipes_as_markdown() -> str:
-    """Returns a table: the recipes, the keys that they set, and the keys left to the user."""
+    """Returns a Markdown table of the recipes, the keys that they set, and the keys left to the
+    user."""
     lines = ["| `algorithm` | is | sets | yours to set |", "|---|---|---|---|"]
     for name, recipe in read_recipes().items():
         sections: dict[str, list[str]] = {}

@@ -1,7 +1,7 @@
-"""Rules between config keys: which ones need, exclude or bound each other.
+"""Rules between config keys: which keys need, exclude or bound each other.
 
-The functions yield an error for each rule that is broken; the first one is raised. Bounds of a
-single key are in its declaration (schema.py).
+The functions named ..._errors yield an error message for each broken rule, and `check_rules` raises
+the first of them. The bounds of a single key are in its declaration (schema.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from grpo_spmd.config.schema import (
     TeacherConfig,
 )
 
-# The variables of chat templates that the trainer sets.
+# Variables of chat templates that the trainer sets itself.
 _TEMPLATE_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt"}
 
 
@@ -39,7 +39,8 @@ def check_rules(config: Config) -> None:
 
 
 def _errors(config: Config) -> Iterator[str]:
-    # The table first: its conflicts are of values alone, and explain later errors.
+    """Yields an error message for each broken rule."""
+    # The table of conflicting values comes first, because its messages explain later errors.
     values = flatten_config(config)
     for conditions, remedy in read_table("conflicts.tsv"):
         if facts := met_conditions(conditions, values):
@@ -51,11 +52,11 @@ def _errors(config: Config) -> Iterator[str]:
                 yield f"rollout.engine.{name}: {reason}"
     loss = config.loss
     upper = 1.0 + loss.clip_ratio_high
-    # dual_clip is of clip and gspo alone; the ratio of CISPO is a detached weight.
+    # dual_clip is used by clip and gspo only; in CISPO the ratio is a detached weight.
     if loss.dual_clip is not None and loss.policy != "cispo" and loss.dual_clip <= upper:
         yield (
             f"loss.dual_clip ({loss.dual_clip:g}) must be > 1 + loss.clip_ratio_high ({upper:g}), "
-            "or it would cut off what the upper clip leaves; raise it, or set it to null"
+            "or it would clip ratios that the upper clip allows; raise it, or set it to null"
         )
     yield from _evaluation_errors(config)
     if config.optimizer.min_lr > config.optimizer.lr:
@@ -64,7 +65,8 @@ def _errors(config: Config) -> Iterator[str]:
             f"({config.optimizer.lr:g})"
         )
     yield from logging_errors(config.logging)
-    # From the config alone an environment is assumed to give a reward that counts.
+    # Without starting the environment, one that may give rewards is assumed to give one with a
+    # weight; check_known_rewards checks the rules again when the rewards are known.
     yield from _signal_errors(config, _has_weighted_reward(config) or config.environment.can_reward)
     yield from _environment_errors(config)
     # str.format would accept a template without columns.
@@ -72,12 +74,12 @@ def _errors(config: Config) -> Iterator[str]:
     if template is not None and not re.search(r"\{\w+\}", template):
         yield (
             "data.prompt_template names no column in braces, as {question} does, "
-            f"so that all prompts were alike; got {template!r}"
+            f"so all prompts would be the same; got {template!r}"
         )
     for name in _TEMPLATE_VARIABLES & config.data.chat_template_kwargs.keys():
         yield (f"data.chat_template_kwargs.{name}: the trainer sets this itself; take it out")
     lora = config.model.lora
-    # vLLM allocates room for adapters up to its largest rank only.
+    # vLLM takes adapters up to its largest rank only.
     if lora.base_stays_in_engine and lora.rank > ADAPTER_RANKS[-1]:
         yield (
             f"model.lora.rank: {lora.rank} is more than vLLM takes ({ADAPTER_RANKS[-1]}); "
@@ -91,7 +93,7 @@ def _errors(config: Config) -> Iterator[str]:
         yield "rewards must name at least one reward, e.g. `rewards: [{name: gsm8k}]`"
     for index, reward in enumerate(config.rewards):
         yield from _reward_errors(f"rewards.{index}", reward)
-    # The run would write its checkpoints between the model's own files.
+    # The run would write its files among those of the model.
     if os.path.realpath(config.run_dir) == os.path.realpath(config.model.path):
         yield (
             f"run_dir: {config.run_dir} is the folder of model.path; a run has a folder of its own"
@@ -99,15 +101,15 @@ def _errors(config: Config) -> Iterator[str]:
 
 
 def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
-    """Returns conditions of a table, with the values that meet them; "" unless all are met.
+    """Returns "KEY is VALUE and ..." if the flat config `values` meets all `conditions`, else "".
 
-    `values` is a flat config. The tables say how a condition is written.
+    `conditions` is a cell of a .tsv table, in the syntax that idle_keys.tsv explains.
     """
     facts = []
     for condition in conditions.split(" & "):
         key, sign, words = condition.split()
         value = values[key]
-        # json writes null, true and numbers as YAML does; 1.0 is written 1, as people do.
+        # json.dumps writes null, true and numbers like YAML. A float such as 1.0 is written as 1.
         text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
         if (text in words.split("|")) != (sign == "="):
             return ""
@@ -116,9 +118,9 @@ def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
 
 
 def check_known_rewards(config: Config, weights: Mapping[str, float]) -> None:
-    """Checks the rules about rewards once it is known which rewards an environment gives.
+    """Checks the rules about rewards when the environment's rewards are known. Raises ConfigError.
 
-    `weights` are those of all rewards but reward models, by name.
+    `weights` has the weights of all rewards except reward models, by name.
     """
     has_rewards = any(weights.values()) or _has_weighted_reward(config)
     if not (has_rewards or config.teacher.is_on):
@@ -131,7 +133,8 @@ def check_known_rewards(config: Config, weights: Mapping[str, float]) -> None:
 
 
 def _signal_errors(config: Config, has_rewards: bool) -> Iterator[str]:
-    """Errors of critic and teacher. `has_rewards`: at least one reward has a weight."""
+    """Yields the errors of critic and teacher. `has_rewards` is True if a reward has a weight other
+    than 0."""
     yield from _critic_errors(config, has_rewards)
     yield from _teacher_errors(config, has_rewards)
     yield from _teacher_url_errors(config.teacher, config.rollout.temperature)
@@ -142,7 +145,7 @@ def logging_errors(logging: LoggingConfig) -> Iterator[str]:
     for name in logging.trackers:
         if name not in TRACKERS:
             yield f"logging.trackers: no tracker {name!r}; there are {', '.join(TRACKERS)}"
-    # Trackers show rollouts from the dumped files, so that those must exist.
+    # Trackers read rollouts from the files of logging.rollouts_every_steps.
     every_steps = logging.trackers_rollouts_every_steps
     dump_steps = logging.rollouts_every_steps
     key = f"logging.trackers_rollouts_every_steps ({every_steps})"
@@ -162,6 +165,7 @@ def _has_weighted_reward(config: Config) -> bool:
 
 
 def _size_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of sizes that do not fit each other."""
     rollout = config.rollout
     prompt_tokens = config.data.max_prompt_tokens
     rollout_tokens = config.max_rollout_tokens
@@ -173,14 +177,15 @@ def _size_errors(config: Config) -> Iterator[str]:
             f"rollout.max_completion_tokens, or in an episode environment.max_tokens "
             f"({rollout_tokens - prompt_tokens}); raise the first or lower one of the others"
         )
-    # Mini-batches are equal parts of a step, counted in prompts.
+    # Each mini-batch has the same number of prompts.
     mini_batches = config.training.num_mini_batches
     if rollout.num_prompts_per_step % mini_batches:
         yield (
             f"training.num_mini_batches ({mini_batches}) must divide rollout.num_prompts_per_step "
-            f"({rollout.num_prompts_per_step}), so that every optimizer step sees as many prompts"
+            f"({rollout.num_prompts_per_step}), so that all optimizer steps have equally many"
+            " prompts"
         )
-    # A buffer longer than a completion would punish every completion.
+    # A buffer as long as the longest completion already penalizes every completion.
     overlong_tokens = config.advantage.overlong_buffer_tokens
     if overlong_tokens > rollout.max_completion_tokens:
         yield (
@@ -190,6 +195,7 @@ def _size_errors(config: Config) -> Iterator[str]:
 
 
 def _evaluation_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of section `eval`, `data.eval` and `checkpoint.best_metric`."""
     sets = config.data.eval_sets
     every_steps = config.eval.every_steps
     temperature = config.eval.temperature
@@ -203,10 +209,10 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
             "eval.every_steps needs held-out sets: "
             "set data.eval, e.g. {gsm8k: hub:openai/gsm8k:main:test}"
         )
-    # vLLM silently samples at 0.01 where less is asked for.
+    # vLLM silently raises lower temperatures to 0.01.
     if 0 < temperature < 0.01:
         yield f"eval.temperature must be 0 (greedy) or >= 0.01; got {temperature:g}"
-    # "eval/SET/mean": the set must exist, or the metric never comes.
+    # The metric eval/SET/mean only exists if there is such a set.
     metric = config.checkpoint.best_metric or ""
     if metric.startswith("eval/") and metric.split("/")[1] not in sets:
         names = ", ".join(sets) or "no held-out sets"
@@ -222,6 +228,7 @@ def _evaluation_errors(config: Config) -> Iterator[str]:
 
 
 def _environment_errors(config: Config) -> Iterator[str]:
+    """Yields the errors of section `environment`."""
     environment = config.environment
     kinds = [name for name in ("gym", "agent") if getattr(environment, name)]
     if environment.tools or environment.factory:
@@ -240,7 +247,7 @@ def _environment_errors(config: Config) -> Iterator[str]:
     if environment.is_on and overlong_tokens:
         yield (
             f"advantage.overlong_buffer_tokens ({overlong_tokens}) with environment.{kinds[0]}: "
-            "which measures one completion, not the turns of an episode; set it to 0"
+            "it measures one completion, not the turns of an episode; set it to 0"
         )
     has_turn_rewards = environment.gym or not environment.is_on
     if environment.discount is not None and not has_turn_rewards:
@@ -251,6 +258,7 @@ def _environment_errors(config: Config) -> Iterator[str]:
 
 
 def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
+    """Yields the errors of section `critic`; `has_rewards` is as in `_signal_errors`."""
     critic = config.critic
     if critic.path is None:
         return
@@ -258,8 +266,8 @@ def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
         yield "critic.path is empty; name a model's folder or hub id, or leave it out"
     if not has_rewards:
         yield (
-            "critic.path: a critic learns what rewards come to, and there is none that counts; "
-            "give a reward a weight, or leave the critic out"
+            "critic.path: a critic learns to predict rewards, and no reward has a weight; "
+            "give one a weight, or leave the critic out"
         )
     if critic.warmup_steps >= config.training.num_steps:
         yield (
@@ -269,6 +277,7 @@ def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
 
 
 def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
+    """Yields the errors of section `teacher`; `has_rewards` is as in `_signal_errors`."""
     teacher = config.teacher
     if teacher.prompt_key is not None and teacher.prompt_template is not None:
         yield "teacher has prompt_key and prompt_template, and takes one of them; take one out"
@@ -280,20 +289,20 @@ def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
     if teacher.is_on and teacher.sees_other_prompt and config.environment.is_on:
         key = "prompt_key" if teacher.prompt_template is None else "prompt_template"
         yield (
-            f"teacher.{key} with an environment: an episode's prompt comes again in its later "
-            "turns, where the teacher's would not; leave one of them out"
+            f"teacher.{key} with an environment: the later turns of an episode contain its prompt "
+            "again, and the teacher's prompt would not replace it there; leave one of them out"
         )
-    # Without rewards all advantages of a group are equal.
+    # Without rewards all advantages of a group are the same.
     is_alone = teacher.is_on and not has_rewards
     if is_alone and config.rollout.dynamic_sampling:
         yield (
-            "rollout.dynamic_sampling with a teacher alone: without a reward that counts all "
-            "groups are alike, and would all be dropped; set dynamic_sampling: false"
+            "rollout.dynamic_sampling with a teacher alone: no reward has a weight, so all groups "
+            "have equal rewards and would be dropped; set dynamic_sampling: false"
         )
     if is_alone and config.loss.kl_in == "reward":
         yield (
-            "loss.kl_in: reward with a teacher alone: without a reward that counts there is "
-            "nothing that the KL could be taken off; set kl_in: loss"
+            "loss.kl_in: reward with a teacher alone: no reward has a weight, so there is none "
+            "from which the KL could be subtracted; set kl_in: loss"
         )
     for name, path in teacher.paths.items():
         if not path.strip() or "/" in name:
@@ -304,9 +313,9 @@ def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
 
 
 def _teacher_url_errors(teacher: TeacherConfig, temperature: float) -> Iterator[str]:
-    """`temperature` is the rollouts'."""
+    """Yields the errors of a teacher behind a server. `temperature` is rollout.temperature."""
     if teacher.path and teacher.url:
-        yield "teacher has path and url, and is one of them; take one out"
+        yield "teacher has both path and url, and only one can be used; take one out"
     if not teacher.url:
         keys = ("model", "timeout_s", "max_concurrent", "retries", "headers_env")
         for name in _keys_set(teacher, keys):
@@ -318,7 +327,7 @@ def _teacher_url_errors(teacher: TeacherConfig, temperature: float) -> Iterator[
         yield from errors
         path = urlsplit(url).path
         is_completions = path.endswith("/completions") and not path.endswith("/chat/completions")
-        # A URL that has errors may hold a secret, and is not quoted.
+        # A URL with errors is not quoted, because it may hold a secret.
         if not errors and ("/" in name or not is_completions):
             yield (
                 f"{key} must be the address of completions, such as "
@@ -327,10 +336,11 @@ def _teacher_url_errors(teacher: TeacherConfig, temperature: float) -> Iterator[
     yield from _header_errors("teacher.headers_env", teacher.headers_env)
     if teacher.loss == "full":
         yield (
-            "teacher.loss: full needs the whole distribution, which no url gives; "
-            "take topk, or a path"
+            "teacher.loss: full needs the whole distribution, which a server does not send; "
+            "set loss: topk, or teacher.path in place of url"
         )
-    # The server's logprobs are those of temperature 1; the policy's must be comparable.
+    # A server's prompt logprobs are always those of temperature 1, and the policy's are compared
+    # with them.
     if temperature != 1:
         yield (
             f"rollout.temperature ({temperature:g}) must be 1 with teacher.url, whose logprobs are "
@@ -338,7 +348,7 @@ def _teacher_url_errors(teacher: TeacherConfig, temperature: float) -> Iterator[
         )
 
 
-# Keys of an entry of `rewards` that only some kinds of rewards have.
+# Keys of a reward that only apply to some kinds of rewards.
 _CALL_KEYS = ("timeout_s", "max_concurrent", "max_per_minute")
 _SERVER_KEYS = ("retries", "headers_env", "form", "judge_model")
 _URL_KEYS = ("retries", "headers_env", "form", "judge")
@@ -347,11 +357,12 @@ _JUDGE_KEYS = ("judge_model", "judge_scale")
 
 
 def _reward_errors(prefix: str, reward: RewardConfig) -> Iterator[str]:
-    """`prefix` is the entry's dotted key."""
+    """Yields the errors of one entry of `rewards`, whose dotted key is `prefix`."""
     kinds = [name for name in ("function", "url", "model") if getattr(reward, name) is not None]
     if len(kinds) > 1:
         yield (
-            f"{prefix} has {' and '.join(kinds)}, and a reward is one of them; make it two entries"
+            f"{prefix} has {' and '.join(kinds)}, but a reward has only one of them; make it two "
+            "entries"
         )
     if not kinds and reward.name is None:
         yield (
@@ -365,7 +376,7 @@ def _reward_errors(prefix: str, reward: RewardConfig) -> Iterator[str]:
             f"{prefix}.judge: url: engine is the policy as a judge, by a rubric; "
             "give the rubric's file"
         )
-    # Each row: whether these keys must not be set, the keys, and the reason.
+    # Each entry is (True if the keys must not be set, the keys, the reason).
     for is_refused, names, reason in (
         (
             reward.is_shipped or is_model,
@@ -420,16 +431,16 @@ def _reward_errors(prefix: str, reward: RewardConfig) -> Iterator[str]:
 
 
 def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
-    """Returns those of the keys `names` whose value is not the default."""
+    """Returns the keys among `names` whose value in the section is not the default."""
     defaults = {field.name: default_of(field) for field in fields(section)}
     return [name for name in names if getattr(section, name) != defaults[name]]
 
 
 def _url_errors(prefix: str, url: str) -> Iterator[str]:
-    """Yields what is wrong with a URL, which is not quoted where it may hold a secret."""
+    """Yields the errors of a URL. The messages do not quote it if it may hold a secret."""
     address, _, query = url.partition("?")
     parameters = [parameter.partition("=")[0] for parameter in query.split("&")]
-    # "code" is the name of Azure's keys.
+    # Azure's access keys are in a parameter named "code".
     has_secret = any(SECRET_NAME.search(name) or name.lower() == "code" for name in parameters)
     if SECRET.search(url) or "@" in address or has_secret:
         yield (
@@ -446,7 +457,7 @@ _ADDRESS = re.compile(
 )
 _HEADER = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,100}")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]{0,99}")
-# Headers that say how the body is sent. The HTTP client sets them.
+# Headers about the connection and the body, which the HTTP client sets itself.
 _CLIENT_HEADERS = re.compile(
     r"host|content-.*|transfer-encoding|connection|accept-encoding|expect|te|trailer|upgrade",
     re.IGNORECASE,
@@ -454,15 +465,16 @@ _CLIENT_HEADERS = re.compile(
 
 
 def _header_errors(prefix: str, headers: Mapping[str, str]) -> Iterator[str]:
+    """Yields the errors of a key headers_env: {header: name of an environment variable}."""
     for name, variable in headers.items():
         if not _HEADER.fullmatch(name) or _CLIENT_HEADERS.fullmatch(name):
             yield f"{prefix}: {name!r:.100} is no header that can be given"
-        # Somebody may have written the secret itself: it is not shown.
+        # The value is not shown, because it may be the secret itself.
         if not _VARIABLE.fullmatch(variable) or SECRET.search(variable):
             yield (
                 f"{prefix}.{name} must be the name of an environment variable, in capitals, and "
                 "not what it holds (not shown here)"
             )
-    # HTTP does not tell upper from lower case in names of headers.
+    # The names of HTTP headers are not case-sensitive.
     if len({name.lower() for name in headers}) < len(headers):
         yield f"{prefix} names a header twice: {', '.join(headers)}"

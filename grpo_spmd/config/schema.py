@@ -1,9 +1,9 @@
-"""The schema of the config: one frozen dataclass a section, and each key declared once.
+"""The schema of the config: one frozen dataclass for each section, in which each key is declared.
 
-A key has its type, default, bounds and help text here and nowhere else: the text below a field is
-its help, which `describe.help_texts` reads for `--help`. rules.py has what keys demand of each
-other. `python -m grpo_spmd.config.describe` prints a table of all keys, of which
-configs/README.md has a copy.
+Each key's type, default, bounds and help text are here and nowhere else. The string below a field
+is its help text, which `describe.help_texts` reads for `--help`. Rules between keys are in
+rules.py. `python -m grpo_spmd.config.describe` prints the table of all keys that is in
+configs/README.md.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from msgspec import Meta
 
 from grpo_spmd.config.recipes import Algorithm
 
-# The phases of a step in their order. Timers, metrics and time limits bear these names.
+# The phases of a step in their order. Timers, metrics and time limits have these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 # The value of rollout.weight_sync_bucket_mib where it is null.
 SYNC_BUCKET_MIB = {"cpu": 16, "cuda": 256}
-# What training.max_tokens_per_micro_batch: auto is if it fits.
+# The value of training.max_tokens_per_micro_batch: auto, if it fits.
 _AUTO_MICRO_BATCH_TOKENS = 16384
-# Keys that a run may leave to the planner. What was decided is kept when the run resumes.
+# Keys whose value `auto` is replaced by the planner. A resumed run keeps the planner's values.
 RECOMPUTE_KEY = "model.activation_checkpointing"
 MICRO_BATCH_KEY = "training.max_tokens_per_micro_batch"
 ENGINE_RANKS_KEY = "rollout.tensor_parallel_size"
 DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
-# The adapter ranks that vLLM makes room for.
+# Values of vLLM's max_lora_rank. An engine gets the smallest one that is not below the rank.
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Trackers, which are also the names of their packages.
-# The columns of a row that share a scale in `optimizer.name: adamw_8bit`.
+# The number of consecutive columns of a row that share a scale in `optimizer.name: adamw_8bit`.
 MOMENT_BLOCK = 128
+# The trackers, by the names of their packages.
 TRACKERS = ("wandb", "tensorboard", "trackio")
-# As teacher.path or critic.path: no model of its own, but the policy. A folder of that name is
-# ./policy.
+# As the value of teacher.path or critic.path it means the policy itself, not a folder. A folder of
+# that name can be given as ./policy.
 POLICY = "policy"
-# Names of the value head in checkpoints: in transformers' classifiers, in TRL, elsewhere.
+# Possible names of the value head in checkpoints: in transformers' classifiers, TRL and elsewhere.
 VALUE_HEADS = ("score", "value_head", "v_head", "v_head.summary")
 
 # Types of numbers with bounds.
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
-# Clocks of the system overflow beyond some hundred days.
+# At most about 115 days: longer timeouts overflow in system calls.
 Seconds = Annotated[float, Meta(gt=0, le=1e7)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
@@ -58,7 +58,7 @@ FilePath = Annotated[str, Meta(title="path")]
 
 
 def _no_entries() -> Any:
-    """Returns the field of a key that is an empty mapping by default; each config gets its own."""
+    """Returns a dataclass field whose default is a new empty mapping for each config."""
     return dataclasses.field(default_factory=dict)
 
 
@@ -78,7 +78,8 @@ class LoraConfig:
 
     @property
     def base_stays_in_engine(self) -> bool:
-        """True if the sync sends adapters alone, so that the engine must keep the base weights."""
+        """True if the weight sync sends only adapters, so that the engine must keep the base
+        weights."""
         return self.rank > 0 and self.sync == "adapter"
 
 
@@ -96,8 +97,8 @@ class ModelConfig:
     lora: LoraConfig = LoraConfig()
     activation_checkpointing: bool | Literal["selective", "auto"] = "auto"
     """recompute activations in the backward pass. true: of whole layers; selective: all activations
-    but the outputs of matrix products; auto: the cheapest that fits by the planner, on a CPU false
-    """
+    but the outputs of matrix products; false: none; auto: the fastest of these with which the
+    planner finds that the run fits, on a CPU false"""
     offload: bool | Literal["optimizer"] = False
     """keep in host memory while the engine is awake. optimizer: the optimizer state; true: the
     policy's parameters too"""
@@ -117,7 +118,7 @@ class ModelConfig:
 
     @property
     def recompute(self) -> bool | Literal["selective"]:
-        """`activation_checkpointing`; False while it is auto."""
+        """The value of `activation_checkpointing`, or False if that is still auto."""
         return self.activation_checkpointing != "auto" and self.activation_checkpointing
 
 
@@ -150,8 +151,9 @@ class DataConfig:
 
     @property
     def eval_sets(self) -> dict[str, str]:
-        """The held-out sets by name. A single source is named after its file or hub repository."""
-        # Path() takes the last part of a file's path and of "organisation/name" alike.
+        """The sources of the held-out sets by name. A single source is named after its file or hub
+        repository."""
+        # Path().stem gives the last part of a file's path, and of "organisation/name" too.
         if isinstance(self.eval, str):
             name = self.eval.split(":")[1] if self.eval.startswith("hub:") else self.eval
             return {Path(name).stem: self.eval} if self.eval else {}
@@ -168,15 +170,15 @@ class RolloutConfig:
     """completions for each prompt (G)"""
     max_completion_tokens: PositiveInt = 1024
     """most tokens of a completion"""
-    # vLLM silently samples at 0.01 where less is asked for.
+    # vLLM silently raises lower temperatures to 0.01.
     temperature: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     """sampling temperature; the policy's logprobs are computed at the same one"""
     stop: tuple[StopString, ...] = ()
     """texts that end a completion, or a turn of an episode, as soon as they are sampled; they stay
     part of it, also in evaluations: ["</answer>"]"""
     tensor_parallel_size: PositiveInt | Literal["auto"] = "auto"
-    """ranks that share one engine. auto: the fewest of 1, 2, 4 and 8 with which the engine fits by
-    the planner, on a CPU 1"""
+    """ranks that share one engine. auto: the fewest of 1, 2, 4 and 8 with which the planner finds
+    that the engine fits, on a CPU 1"""
     dynamic_sampling: bool = False
     """drop groups whose rewards are all equal, and sample further prompts in their place"""
     dynamic_sampling_max_rounds: PositiveInt = 10
@@ -196,30 +198,33 @@ class RolloutConfig:
     """MiB gathered at a time in the weight sync, over all ranks of a gather; null: 256 on GPUs, 16
     on a CPU"""
     engine: dict[str, Any] = _no_entries()
-    """further arguments for vllm.LLM; on GPUs max_num_seqs is by default what an engine can get in
-    a step: at least 256, at most vLLM's own default"""
+    """further arguments for vllm.LLM; on GPUs the default of max_num_seqs is the number of
+    sequences that an engine can get in a step, at least 256 and at most vLLM's own default"""
 
     @property
     def engine_ranks(self) -> int:
-        """`tensor_parallel_size`; 1 while it is auto."""
+        """The value of `tensor_parallel_size`, or 1 if that is still auto."""
         return 1 if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
 
     @property
     def num_launched_prompts(self) -> int:
-        """Prompts started in a short round of tail batching; without it the prompts of a step."""
-        # Rounded first: 100 * 1.1 is above 110 in floating point.
+        """The number of prompts that are started in a short round of tail batching, which defers
+        the slow ones; without tail batching num_prompts_per_step."""
+        # It is rounded before ceil, because 100 * 1.1 is above 110 in floating point.
         return math.ceil(round(self.num_prompts_per_step * self.tail_batching, 6))
 
     def sync_bucket_bytes(self, device: str) -> int:
+        """Returns the bytes of a weight sync's bucket on a device of type "cpu" or "cuda"."""
         return (self.weight_sync_bucket_mib or SYNC_BUCKET_MIB[device]) << 20
 
     def sleep_level_with(self, lora: LoraConfig) -> int:
-        """`sleep_level`, else what the sync needs: 2 if it sends all weights, else 1."""
-        # Level 2 drops the weights, which is right where the next sync brings all of them. A base
-        # that stays needs level 1, which copies it at each sleep, since vLLM (0.26 to 0.33) drops
-        # its copy at each wake. A copy of ours at level 2 would not be enough: vLLM's tables of
-        # which token has which adapter lie in the same pool, and it writes them only where they
-        # differ from what it last wrote (LoRAModelManager._last_mapping).
+        """Returns `sleep_level`. If it is null, returns 2 if the weight sync sends all weights, and
+        1 if it sends only adapters."""
+        # Level 2 drops the weights, which is right if the next sync sends all of them. If the base
+        # weights must stay, level 1 is needed. It copies them to host memory at each sleep, since
+        # vLLM (0.26 to 0.33) drops its copy when it wakes. Level 2 and a copy of our own would not
+        # be enough: level 2 also drops vLLM's tables of which token uses which adapter, and vLLM
+        # rewrites only the entries that have changed (LoRAModelManager._last_mapping).
         return self.sleep_level or (1 if lora.base_stays_in_engine else 2)
 
 
@@ -284,17 +289,17 @@ class RewardConfig:
 
     @property
     def is_shipped(self) -> bool:
-        """True if `name` chooses a shipped reward, and is not only a name for something else."""
+        """True if this is a shipped reward, which `name` chooses; else `name` is only a label."""
         return self.function is None and self.url is None and self.model is None
 
     @property
     def is_engine_judge(self) -> bool:
-        """True if the run's own engine is the judge."""
+        """True if this is a judge that the run's own engine serves."""
         return self.url == "engine"
 
     @property
     def uses_pool(self) -> bool:
-        """True if the reward pool calls it."""
+        """True if the reward pool calls this reward: it is a function or a server."""
         return self.model is None and not self.is_engine_judge
 
     @property
@@ -302,14 +307,15 @@ class RewardConfig:
         """The reward's name in metrics."""
         if self.name or self.url is not None:
             return self.name or ("judge" if self.judge is not None else "server")
-        # A function is named after itself, and a model after its folder or repository.
+        # The default name of a function is its own, and that of a model its folder or repository.
         return (self.function or "").rpartition(":")[2] or PurePath(self.model or "").name
 
     @property
     def is_measured(self) -> bool:
-        """True if its calls are measured and have limits of their own."""
+        """True if the calls of this reward are measured and limited one by one: it is a server, or
+        a function with a limit of its own."""
         limits = (self.timeout_s, self.max_concurrent, self.max_per_minute)
-        # The engine's own judge makes no calls.
+        # A judge that the run's own engine serves makes no calls.
         has_server = self.url is not None and not self.is_engine_judge
         return has_server or any(limit is not None for limit in limits)
 
@@ -365,14 +371,14 @@ class EnvironmentConfig:
 
     @property
     def can_reward(self) -> bool:
-        """True if it may give rewards of its own; bare tools give none."""
-        # Tools are functions that only answer the policy.
+        """True if the environment may give rewards of its own; tools alone give none."""
+        # Tools are functions that return text to the policy.
         return bool(self.factory or self.gym or self.agent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
-    """Section `teacher`: on-policy distillation from a model here or behind a server."""
+    """Section `teacher`: on-policy distillation from a model in this run or behind a server."""
 
     path: dict[str, str] | FilePath = _no_entries()
     """teacher model for distillation on the policy's own rollouts: a folder or hub id, which may be
@@ -386,7 +392,7 @@ class TeacherConfig:
     loss: Literal["sampled", "topk", "full"] = "sampled"
     """sampled: coef * log(policy / teacher) of each sampled token is subtracted from its advantage;
     full: the divergence of both distributions is a term of the loss; topk: the same over the
-    teacher's most likely tokens, with all others as one"""
+    teacher's most likely tokens and one more outcome for all other tokens together"""
     beta: Fraction = 1.0
     """divergence of full and topk. 0: KL(teacher || policy); 1: KL(policy || teacher); between: the
     generalized Jensen-Shannon divergence"""
@@ -398,7 +404,7 @@ class TeacherConfig:
     """builds the teacher's prompt from columns in braces, in place of prompt_key: columns of the
     data, and those that a reward function writes with log_extra; {prompt} is the policy's own. A
     completion for which a column is null, or whose prompt would be too long, is scored after the
-    policy's own"""
+    policy's own prompt"""
     model: str | None = None
     """name of the model at the server; null: the only one it has"""
     timeout_s: Seconds = 120.0
@@ -416,17 +422,17 @@ class TeacherConfig:
 
     @property
     def paths(self) -> dict[str, str]:
-        """Paths by the teacher's name; a single teacher's name is ""."""
+        """The teachers' paths by name; the name of a single teacher is ""."""
         return _by_name(self.path)
 
     @property
     def sees_other_prompt(self) -> bool:
-        """True if teachers may see another prompt than the policy does."""
+        """True if the teachers may see other prompts than the policy."""
         return self.prompt_key is not None or self.prompt_template is not None
 
     @property
     def urls(self) -> dict[str, str]:
-        """Addresses by the teacher's name; a single teacher's name is ""."""
+        """The teachers' addresses by name; the name of a single teacher is ""."""
         return _by_name(self.url)
 
     @property
@@ -435,7 +441,7 @@ class TeacherConfig:
 
 
 def _by_name(value: dict[str, str] | str) -> dict[str, str]:
-    # A single teacher has no name, so that its metrics are teacher/kl.
+    # A single teacher has an empty name, so that its metrics are named teacher/kl.
     if isinstance(value, str):
         return {"": value} if value else {}
     return value
@@ -446,10 +452,10 @@ class AdvantageConfig:
     """Section `advantage`: how rewards become advantages."""
 
     estimator: Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "max_rl", "gae"] = "grpo"
-    """grpo: reward minus the group's mean, scaled by normalize_std; dr_grpo: never scaled; rloo:
-    reward minus the mean of the others in the group; reinforce_pp: reward minus the mean of the
-    step, over its standard deviation; max_rl: reward minus the group's mean, over that mean; gae:
-    PPO's, for each token, from the critic's values"""
+    """grpo: reward minus the group's mean, scaled by normalize_std; dr_grpo: the same, never
+    scaled; rloo: reward minus the mean of the others in the group; reinforce_pp: reward minus the
+    step's mean, divided by the step's standard deviation; max_rl: reward minus the group's mean,
+    divided by that mean; gae: PPO's, for each token, from the critic's values"""
     normalize_std: Literal["group", "batch", "none"] = "group"
     """which standard deviation grpo divides by; for gae, batch whitens over the step's tokens"""
     overlong_buffer_tokens: NonNegativeInt = 0
@@ -461,7 +467,7 @@ class AdvantageConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig:
-    """Section `critic`: a model of each token's value (PPO)."""
+    """Section `critic`: the model that estimates each token's value (PPO)."""
 
     path: FilePath | None = None
     """folder or hub id of a causal LM, or of a classifier with one label; a value head is put on
@@ -473,7 +479,7 @@ class CriticConfig:
     coef: PositiveFloat = 0.1
     """weight of the value loss beside the policy loss, with path: policy (TRL's vf_coef)"""
     gamma: Fraction = 1.0
-    """discount of a token"""
+    """discount factor for each token"""
     lam: Fraction = 1.0
     """GAE's lambda for the returns that the values are trained on"""
     lam_policy: Fraction | Literal["length"] = 0.95
@@ -488,7 +494,7 @@ class CriticConfig:
 
     @property
     def is_on_policy(self) -> bool:
-        """True if the critic is a value head on the policy and has no layers of its own."""
+        """True if the critic is a value head on the policy's own model and has no other layers."""
         return self.path == POLICY
 
 
@@ -500,7 +506,7 @@ class LossConfig:
     """clip: PPO's loss with a ratio for each token; gspo: with a ratio for each sequence; cispo: a
     clipped, detached ratio is the weight of each token"""
     clip_ratio_low: Annotated[float, Meta(gt=0, le=1)] = 0.2
-    """the ratio is clipped below at 1 - clip_ratio_low; 1: never"""
+    """the ratio is clipped below at 1 - clip_ratio_low; 1: it is not clipped below"""
     clip_ratio_high: PositiveFloat = 0.28
     """the ratio is clipped above at 1 + clip_ratio_high"""
     dual_clip: Annotated[float, Meta(gt=1)] | None = 3.0
@@ -569,7 +575,8 @@ class TrainingConfig:
     """passes over the rollouts of a step"""
     max_tokens_per_micro_batch: int | Literal["auto"] = "auto"
     """most prompt and completion tokens in one forward-backward pass on one rank. auto: 16384, or
-    fewer if only they fit by the planner; on a CPU 2048, or 2 rollouts if that is more"""
+    fewer if the planner finds that these do not fit; on a CPU 2048, or 2 rollouts if that is more
+    """
     max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not
     finite"""
@@ -579,23 +586,25 @@ class TrainingConfig:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """`max_tokens_per_micro_batch`; the planner's first choice while it is auto."""
+        """The value of `max_tokens_per_micro_batch`, or the planner's first choice if that is still
+        auto."""
         tokens = self.max_tokens_per_micro_batch
         return _AUTO_MICRO_BATCH_TOKENS if tokens == "auto" else tokens
 
     @property
     def num_optimizer_steps(self) -> int:
-        """Optimizer steps in one step of the run."""
+        """The number of optimizer steps in one step of the run."""
         return self.num_mini_batches * self.num_epochs
 
     @property
     def num_run_optimizer_steps(self) -> int:
+        """The number of optimizer steps in the whole run."""
         return self.num_steps * self.num_optimizer_steps
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProofConfig:
-    """Section `proofs`: checks of engine and update while the run goes on."""
+    """Section `proofs`: checks of engine and update during the run."""
 
     every_steps: NonNegativeInt = 50
     """steps between two checks of the engine's weights and of the update, besides those in the
@@ -692,20 +701,21 @@ class LoggingConfig:
 
     @property
     def tracker_names(self) -> list[str]:
-        """The trackers in use, each once."""
-        # The key wandb is a switch, a mode, and one of the trackers.
+        """The names of the trackers in use, each once."""
+        # wandb can be chosen in `trackers` or by its own key, which also sets its mode.
         names = {*self.trackers, *(["wandb"] if self.wandb else [])}
         return [name for name in TRACKERS if name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole config. Its sections are in the order of the printed one."""
+    """The whole config. Printed configs have the sections in this order."""
 
     run_dir: FilePath
     """folder of this run: config, metrics, rollouts, logs, checkpoints"""
     seed: NonNegativeInt = 0
-    """the run is a function of config and seed"""
+    """seed of everything random: order of prompts, sampling, new adapters; config and seed
+    determine the run"""
     algorithm: Algorithm | None = None
     """sets the keys that define this algorithm where nothing else sets them (configs/README.md has
     the values); null: the defaults"""
@@ -731,33 +741,37 @@ class Config:
 
     @property
     def policy_training(self) -> TrainingConfig:
-        """The training of the policy alone: without the steps in which only the critic trains.
+        """`training` without the steps in which only the critic is trained.
 
-        Its learning rate would otherwise never come down to the end of its schedule.
+        The policy's learning rate schedule has this length. With the length of the whole run it
+        would not reach its end.
         """
         num_held_steps = self.critic.warmup_steps if self.critic.path is not None else 0
         return replace(self.training, num_steps=self.training.num_steps - num_held_steps)
 
     @property
     def pool_rewards(self) -> tuple[RewardConfig, ...]:
-        """The rewards that the reward pool calls: functions and servers."""
+        """The rewards that the reward pool calls, which are functions and servers."""
         return tuple(reward for reward in self.rewards if reward.uses_pool)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Most tokens of a micro-batch; while that is auto, the most that it can become."""
+        """The most tokens of a micro-batch. If that is still auto, the most that the planner may
+        choose."""
         is_auto = self.training.max_tokens_per_micro_batch == "auto"
         return max(self.training.micro_batch_tokens, is_auto * self.max_rollout_tokens)
 
     @property
     def secret_variables(self) -> set[str]:
-        """Environment variables with secrets that `headers_env` names."""
+        """The names of the environment variables that hold the values of headers, which may be
+        secrets."""
         mappings = [self.teacher.headers_env, *(reward.headers_env for reward in self.rewards)]
         return {variable for headers_env in mappings for variable in headers_env.values()}
 
     @property
     def max_rollout_tokens(self) -> int:
-        """Most tokens of prompt and completion together; engine and micro-batch have this room."""
-        # An episode without a limit of its own has that of one completion.
+        """The most tokens of prompt and completion together. A sequence in the engine and a
+        micro-batch can have this length."""
+        # Without environment.max_tokens an episode has the limit of one completion.
         episode_tokens = self.environment.max_tokens if self.environment.is_on else None
         return self.data.max_prompt_tokens + (episode_tokens or self.rollout.max_completion_tokens)

@@ -30,11 +30,11 @@ _REFUSALS = ("AuxOutput", "enable-return-routed-experts")
 
 
 def recording_options(hf_config: Any) -> dict[str, Any]:
-    """Returns the options that make vLLM return routes.
+    """Returns the options that make vLLM return routes on a GPU.
 
-    Returns {} on a CPU, for a model without experts, and for a version of vLLM that cannot return
-    routes in the form that we read."""
-    if device != "cuda" or not num_experts(hf_config):
+    Returns {} for a model without experts, and for a version of vLLM that cannot return routes in
+    the form that we read."""
+    if not num_experts(hf_config):
         return {}
     # Earlier versions (such as 0.26) return routes in other forms, or not for cached prefixes.
     is_known = find_spec("vllm.config.aux_output") is not None

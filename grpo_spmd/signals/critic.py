@@ -1,11 +1,14 @@
-"""The critic: a model that gives each token of a step a value, and learns in an update of its own,
-or a value head on the policy's last hidden states that learns in the policy's update.
+"""The critic, which estimates the value of each token of a step, for PPO.
 
-The advantages of the tokens follow from values and rewards (generalized advantage estimation, GAE).
-PPO is as in Schulman et al. 2017, with a separate lambda for the value targets (VC-PPO, Yuan et al.
-2025). With a value head one forward pass gives logprobs and values, and one backward pass has both
-losses, as in TRL's PPO. The second half of the file is the running check, which computes values,
-returns and advantages again. A "row" is a micro-batch.
+It is either a model of its own, which is trained in an update of its own (`Critic`), or a value
+head on the policy's last hidden states, which is trained in the policy's update (`PolicyCritic`).
+With a value head one forward pass gives logprobs and values, and one backward pass is made for the
+sum of both losses, as in TRL's PPO.
+
+The tokens' advantages are computed from values and rewards by generalized advantage estimation
+(GAE). PPO is as in Schulman et al. 2017, with a separate lambda for the value targets (VC-PPO, Yuan
+et al. 2025). The second half of the file is the running check, which recomputes values, returns and
+advantages. A "row" is a micro-batch, and C is the number of its completion tokens.
 """
 
 from __future__ import annotations
@@ -84,19 +87,19 @@ class _Estimate:
     returns: Numbers
     """[C]"""
     sums: Numbers
-    """[9] Sums over the tokens that count: their number; then advantages A, values V, returns R and
-    R - V, each followed by its square."""
+    """[9] The number of tokens in the loss mask; then for each of A, V, R and R - V (A: advantages,
+    V: values, R: returns) its sum over these tokens and its sum of squares."""
 
 
 class Critic(Learner):
-    """The critic is a signal: it gives each token an advantage before the policy's update, and
-    learns from the same rollouts after the update."""
+    """A critic that is a model of its own. It computes the tokens' advantages before the policy's
+    update, and is trained on the same rollouts after it."""
 
     def __init__(self, model: ValueModel | PolicyValues, config: Config) -> None:
         """Builds the critic's optimizer."""
         optimizer = config.optimizer
         lr = config.critic.lr
-        # The schedule's floor is the same share of the learning rate as the policy's.
+        # The ratio of min_lr to lr is the policy's.
         min_lr = optimizer.min_lr / optimizer.lr * lr if optimizer.lr else 0.0
         super().__init__(
             model, dataclasses.replace(optimizer, lr=lr, min_lr=min_lr), config.training
@@ -104,38 +107,41 @@ class Critic(Learner):
         self.model = model
         self._config = config.critic
         self._loss = config.loss
+        # is_on_policy: the critic is a value head on the policy, and its loss is added to the
+        # policy's with a weight. The loss of a critic that is its own model stands alone.
         self._coef = config.critic.coef if config.critic.is_on_policy else 1.0
-        # "batch" gives the advantages of a step mean 0 and variance 1.
+        # "batch" scales the advantages of a step to mean 0 and variance 1 ("whitens" them).
         self._whitens = config.advantage.normalize_std == "batch"
-        # The metrics of the mini-batch that is running.
+        # The metrics of the current mini-batch.
         self._metrics: Reductions = {}
         self._observer = UpdateObserver()
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The signal's own models, with their optimizers."""
+        """The critic's model with its optimizer."""
         return [(self.model, self.optimizer)]
 
     @property
     def value_head(self) -> ValueHead | None:
-        """None: this critic learns in an update of its own."""
+        """None: this critic is trained in an update of its own, not in the policy's."""
         return None
 
     @property
     def warmup_steps(self) -> int:
-        """The number of first steps of the run in which only the critic learns."""
+        """The number of steps at the start of the run in which only the critic is trained."""
         return self._config.warmup_steps
 
     @property
     def value_targets(self) -> ValueTargets | None:
-        """None: the gradient check of the policy has no values."""
+        """None: the policy's gradient check has no value loss, since no value head is trained with
+        the policy."""
         return None
 
     def check(self, settings: UpdateCheckSettings) -> CriticCheck:
-        """Returns the running check of this signal, which from now on observes the critic's
-        updates."""
-        is_apart = self.value_head is None
-        updates = CriticUpdateCheck(self, self._config, settings, has_layers=is_apart)
+        """Returns the running check of this critic, and makes it observe the critic's updates from
+        now on."""
+        has_own_layers = self.value_head is None
+        updates = CriticUpdateCheck(self, self._config, settings, has_layers=has_own_layers)
         self._observer = updates
         return CriticCheck(self.model, self._config, settings, updates)
 
@@ -147,8 +153,9 @@ class Critic(Learner):
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches.
 
-        Before the call `advantages` of the micro-batches are rewards, each at the token that it was
-        given for. The returned decision has the mean advantage of each rollout's tokens.
+        Before the call, `advantages` of a micro-batch holds rewards, each at the token for which it
+        was given; the call replaces them. The returned decision has each rollout's advantage, which
+        is the mean over its tokens, and the critic's metrics.
         """
         rows = batch.micro_batches
         try:
@@ -156,10 +163,10 @@ class Critic(Learner):
                 stop_check(False)
                 row.old_values = self.model(row)
         finally:
-            # There was no backward pass that gives the gathered parameters back.
+            # FSDP frees the gathered parameters in a backward pass, and there was none.
             reshard(self.model)
         estimates = [self._estimate(row) for row in rows]
-        # Whitening needs sums over the tokens of all ranks, so it is a second pass over the rows.
+        # Whitening needs sums over the tokens of all ranks, so it is a second loop over the rows.
         mean, factor, decision = self._whiten(rows, estimates, decision)
         for row, estimate in zip(rows, estimates, strict=True):
             device = row.advantages.device
@@ -171,8 +178,9 @@ class Critic(Learner):
     def _estimate(self, row: MicroBatch) -> _Estimate:
         """Returns the advantages and returns of a row from its values and rewards."""
         config = self._config
+        # `attach` replaces the rewards in this field by advantages later.
         rewards = row.advantages.double()
-        # The KL penalty is subtracted token by token.
+        # The KL penalty is subtracted from the reward of each token.
         if self._loss.kl_in == "reward":
             assert row.old_logprobs is not None
             assert row.ref_logprobs is not None
@@ -181,7 +189,7 @@ class Critic(Learner):
         assert row.old_values is not None
         token_rewards = rewards.cpu().numpy()
         values = row.old_values.double().cpu().numpy()
-        # The tokens of a rollout are consecutive.
+        # The tokens of a rollout are consecutive, so their counts are enough to separate them.
         lengths = np.bincount(row.sequence_index.cpu().numpy())
         lam: Numbers | float
         if config.lam_policy == "length":
@@ -189,7 +197,7 @@ class Critic(Learner):
         else:
             lam = config.lam_policy
         advantages = gae_advantages(token_rewards, values, lengths, config.gamma, lam)
-        # Advantages and value targets have a lambda each (VC-PPO).
+        # Advantages use lam_policy, and value targets use lam (VC-PPO).
         returns = gae_advantages(token_rewards, values, lengths, config.gamma, config.lam) + values
         mask = row.loss_mask.cpu().numpy()
         sums = []
@@ -203,14 +211,16 @@ class Critic(Learner):
     ) -> tuple[float, float, Decision]:
         """Collective. Returns (mean, factor, decision).
 
-        (A - mean) * factor whitens the advantages A over the tokens of all ranks. The decision has
-        the rollouts' mean advantages, whitened too."""
+        If A are the advantages of all ranks' tokens, (A - mean) * factor are the whitened ones;
+        without whitening mean is 0 and factor is 1. The decision has the rollouts' mean advantages,
+        scaled in the same way, and metrics."""
 
         def whiten(by_rank: list[Any]) -> list[Any]:
+            """Returns [mean, factor, rollouts' advantages, metrics] from what all ranks sent."""
             totals = [sum(column) for column in zip(*(sums for sums, _ in by_rank), strict=True)]
             count, a, a_squares, v, _, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
-            # Rollouts without a token that counts have no mean: their advantage is 0.
+            # A rollout without a token in the loss mask has no mean; its advantage becomes 0.
             means = np.full(decision.num_rollouts, math.nan)
             for i, rollout_mean in chain.from_iterable(
                 means_of_rank for _, means_of_rank in by_rank
@@ -236,12 +246,12 @@ class Critic(Learner):
         return mean, factor, revise_decision(decision, metrics, advantages)
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Collective. Makes one optimizer step for each mini-batch of each epoch, as the policy
-        does.
+        """Collective. Trains the critic with one optimizer step for each mini-batch of each epoch,
+        like the policy. Returns metrics.
 
-        The loss is a mean over tokens, whatever the policy's aggregation is. A mini-batch whose
-        loss or gradient is not finite on some rank changes nothing. Raises FloatingPointError after
-        training.max_nonfinite_in_a_row of them.
+        The loss is a mean over tokens, whatever loss.aggregation is. A mini-batch whose loss or
+        gradient is not finite on some rank is skipped. Raises FloatingPointError after
+        training.max_nonfinite_in_a_row skipped mini-batches in a row.
         """
         return self._totals(
             [
@@ -252,14 +262,15 @@ class Critic(Learner):
         )
 
     def _totals(self, steps: Sequence[Reductions]) -> Reductions:
-        """Returns the metrics of an update from those of its steps, {} for a skipped one."""
+        """Returns the metrics of an update. `steps` has those of each optimizer step, {} for a
+        skipped one."""
         num_skipped = sum(not metrics for metrics in steps)
         totals = merge([self.no_update(), *steps])
         return totals | {"critic/skipped_updates": Max(float(num_skipped))}
 
     @staticmethod
     def no_update() -> Reductions:
-        """Returns the metrics of a rank that made no update."""
+        """Returns the metrics of an update without any optimizer step."""
         return {
             "critic/loss": Mean(),
             "critic/clip_frac": Mean(),
@@ -271,7 +282,7 @@ class Critic(Learner):
     def _step(self, mini_batch: MiniBatch) -> Reductions:
         """Collective. Makes one optimizer step. Returns its metrics, {} if it was skipped.
 
-        If a loss or gradient is not finite on any rank, all ranks skip the step. Raises
+        If loss or gradient is not finite on some rank, all ranks skip the step. Raises
         FloatingPointError after training.max_nonfinite_in_a_row skipped steps in a row.
         """
         self._observer.before_backward(mini_batch)
@@ -288,8 +299,8 @@ class Critic(Learner):
         return metrics
 
     def accumulate(self, mini_batch: MiniBatch) -> float:
-        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns this
-        rank's part of its loss. Waits for the device once."""
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns the
+        part of the loss that this rank's rows contribute. Waits for the device once."""
         losses = []
         for row in mini_batch.micro_batches:
             loss = self.loss_term(self.model(row), row, mini_batch.num_loss_tokens)
@@ -298,8 +309,8 @@ class Critic(Learner):
         return float(torch.stack(losses).sum())
 
     def loss_term(self, values: Tensor, row: MicroBatch, num_loss_tokens: int) -> Tensor:
-        """Returns what the values [C] of a row add to the loss of its mini-batch. `num_loss_tokens`
-        counts over all ranks."""
+        """Returns what a row's `values` [C] contribute to the loss of its mini-batch, and records
+        metrics. `num_loss_tokens` is the mini-batch's number of loss tokens over all ranks."""
         assert row.old_values is not None
         assert row.returns is not None
         loss, num_clipped = value_loss(
@@ -314,16 +325,16 @@ class Critic(Learner):
         return self._coef * loss / num_loss_tokens
 
     def clip_gradient(self) -> float:
-        """Collective. Clips the gradient to optimizer.max_grad_norm, apart from the policy's.
-        Returns its norm before clipping."""
+        """Collective. Clips the critic's gradient to optimizer.max_grad_norm, separately from the
+        policy's. Returns the norm before clipping."""
         self._observer.after_backward()
         grad_norm = super().clip_gradient()
         self._metrics["critic/grad_norm"] = Max(grad_norm)
         return grad_norm
 
     def end_step(self, is_made: bool) -> Reductions:
-        """Makes the optimizer step, or drops the gradient. Returns the metrics of the mini-batch;
-        {} if it was skipped."""
+        """Makes the optimizer step, or with `is_made` False drops the gradient. Returns the metrics
+        of the mini-batch, {} if it was skipped."""
         learning_rate = self.finish_step(is_made)
         self._observer.after_step(is_made)
         metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
@@ -337,77 +348,80 @@ class Critic(Learner):
 
 
 def _rollout_means(row: MicroBatch, advantages: Numbers) -> list[tuple[int, float]]:
-    """Returns (id, mean advantage of its tokens that count) of each rollout with such a token."""
+    """Returns (id, mean advantage over its loss tokens) of each rollout that has loss tokens."""
     mask = row.loss_mask.cpu().numpy()
     index = row.sequence_index.cpu().numpy()
     counts = np.bincount(index, mask).tolist()
     totals = np.bincount(index, np.where(mask, advantages, 0.0)).tolist()
-    # Not strict: a row without rollouts has one token.
+    # Not strict: a row without rollouts has one placeholder token, but no id.
     columns = zip(row.rollout_ids, totals, counts, strict=False)
     return [(i, total / count) for i, total, count in columns if count]
 
 
 class PolicyCritic(Critic):
-    """A critic that is also the ValueHead of a PolicyUpdater.
+    """A critic that is only a value head on the policy, and is trained in the policy's update (the
+    ValueHead of PolicyUpdater).
 
-    During the warm-up the policy is not updated: then the head learns alone, from hidden states
-    without a gradient.
+    During critic.warmup_steps the policy is not updated. Then the head is trained alone, on the
+    policy's detached hidden states.
     """
 
     model: PolicyValues
 
     def __init__(self, model: PolicyValues, config: Config) -> None:
         super().__init__(model, config)
-        # The metrics of the optimizer steps that were made with the policy's in this step.
+        # Metrics of the head's optimizer steps that the policy's update made in this step.
         self._steps: list[Reductions] = []
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The head as a module of its own: the policy's forward pass enters it too."""
+        """The head, with its optimizer. It is not `self.model`, because the policy's update calls
+        the head alone, and offloading guards the forward pass of the module that it is given."""
         return [(self.model.head, self.optimizer)]
 
     @property
     def value_head(self) -> PolicyCritic:
-        """This critic learns in the policy's update."""
+        """This critic itself, which is trained in the policy's update."""
         return self
 
     @property
     def value_targets(self) -> ValueTargets:
-        """The values of the gradient check's synthetic rows."""
+        """New value targets for the synthetic rows of the policy's gradient check."""
         return ValueTargets(self, self._config)
 
     def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches; see
         Critic.attach."""
-        # A new step: the policy's update has not been made yet.
+        # A new step begins, in which the policy has not been updated yet.
         self._steps = []
         return super().attach(batch, decision, stop_check)
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Returns values [C] of the policy's hidden states [C, D]; see
-        ValueHead.term."""
+        """Collective. Returns the values [C] of the policy's hidden states [C, D], within the
+        policy's forward pass (see ValueHead.term)."""
         return self.model.term(hidden, head)
 
     def end_mini_batch(self, is_made: bool) -> None:
-        """Makes the head's optimizer step or drops its gradient, as the policy did."""
+        """Makes the head's optimizer step, or with `is_made` False drops its gradient, as the
+        policy's update did with its own."""
         self._steps.append(self.end_step(is_made))
 
     def update(self, batch: RolloutBatch) -> Reductions:
-        """Collective. Returns the metrics of the update that was made with the policy; without one
-        the head learns alone."""
+        """Collective. Returns the metrics of this step's update. If the policy's update has not
+        trained the head, which is so during the warm-up, this call trains it."""
         if self._steps:
             return self._totals(self._steps)
         try:
             return super().update(batch)
         finally:
-            # No backward pass has reached the policy, which would give its gathered parameters
-            # back.
+            # FSDP frees the policy's gathered parameters in its backward pass, and the gradient
+            # of the head alone does not reach the policy.
             self.model.reshard()
 
 
 def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
-    """Collective. Builds the model of critic.path, or a value head on the policy's layers. Raises
-    ConfigError for a model that cannot be a critic."""
+    """Collective. Builds the model of critic.path, or with `critic.path: policy` a value head on
+    the policy. Raises ConfigError for a model that cannot be a critic."""
     if config.critic.is_on_policy:
         return PolicyCritic(PolicyValues(policy, session), config)
     model = build_value_model(
@@ -420,18 +434,19 @@ def open_critic_model(config: Config, policy: Policy, session: Session) -> Criti
     return Critic(model, config)
 
 
-# The running check: values by a plain forward pass, and returns and advantages from them and from
-# the rewards that the sampling ranks know. It uses nothing of learn/advantages.py.
+# The running check recomputes some values by a plain forward pass, and all returns and advantages
+# from the values and from the rewards that the sampling ranks know. To be independent of what it
+# checks, it uses nothing of learn/advantages.py.
 
-# The values of some tokens of a rank's first row are computed again: at most so many sequences, so
-# many tokens from the first sampled one on, and no prompt that is longer, since plain attention
-# takes memory by the square of the length.
+# A plain forward pass covers at most 4 sequences of a rank's first row, and of each up to 32 tokens
+# from the first sampled token on. Sequences with more than 2048 prompt tokens are left out, since
+# the memory of plain attention grows with the square of the length.
 _NUM_SEQUENCES, _NUM_TOKENS, _MAX_PROMPT_TOKENS = 4, 32, 2048
-# Bounds of the rounding of a float32 sum over a completion.
+# Differences of this size are rounding: advantages and returns are stored in float32.
 _RELATIVE, _ABSOLUTE = 1e-3, 1e-4
 
-# Number of sampled tokens of a rollout, [(index of a token, its reward)]. Tokens without a reward
-# are left out.
+# (number of a rollout's sampled tokens, [(index of a token, its reward)]). Tokens without a reward
+# are left out of the list.
 _TokenRewards = tuple[int, list[tuple[int, float]]]
 
 
@@ -446,7 +461,8 @@ class CriticCheck:
         settings: UpdateCheckSettings,
         updates: CriticUpdateCheck | None = None,
     ) -> None:
-        """`updates` checks what the critic learns in this step and the next ones."""
+        """`updates` checks the critic's gradient in this step, and its optimizer steps in this step
+        and the next ones."""
         self._updates = updates
         self._model = model
         self._config = config
@@ -461,9 +477,9 @@ class CriticCheck:
         decision: Decision,
         rewards: Mapping[int, float],
     ) -> CheckResult:
-        """Collective. Runs the check. `rewards` has, by rollout id, the rollouts that this rank
-        sampled and some rank trains on; NaN: unknown."""
-        # All parts of the check are collective: every rank makes all of them.
+        """Collective. Runs the check. `rewards` has, by rollout id, the rewards of the rollouts
+        that this rank sampled and any rank trains on; NaN: unknown."""
+        # Every part of the check is collective, so no rank may leave one out.
         result = CheckResult()
         rows = batch.micro_batches
         self._check_values(result, rows)
@@ -471,7 +487,7 @@ class CriticCheck:
         sampled_rewards = [
             (i, _place_rewards(completion, rewards[i], by_turn))
             for group in sampled.groups
-            # Not strict: a group that is not trained on has no ids.
+            # Not strict: a group that is not trained on has no rollout ids.
             for i, completion in zip(decision.rollout_ids(group), group.completions, strict=False)
         ]
         token_rewards = dict(join_ranks(sampled_rewards))
@@ -498,15 +514,16 @@ class CriticCheck:
 
     @torch.no_grad()
     def _check_values(self, result: CheckResult, rows: Sequence[MicroBatch]) -> None:
-        """Collective. Compares the values that some rows hold with values by the model, and values
-        by the model with values by a plain forward pass over some sequences of the first row.
+        """Collective. Compares `old_values` of some rows with a second pass of the model, and then
+        the model with a plain forward pass over some sequences of the first row.
 
-        In the second comparison the head adds a random term: a head of zeros would hide a fault."""
+        In the second comparison a random term is added to the head's output: a head that is still
+        all zeros would hide a fault in the layers below it."""
         for row in rows_to_check(rows):
             assert row.old_values is not None
             again = self._model(row)
             result.check_difference(
-                "a value that the advantages are made of, of its size,",
+                "a value that the advantages are computed from, relative to its size,",
                 "values",
                 relative_size(row.old_values - again, again),
                 self._bound,
@@ -514,8 +531,8 @@ class CriticCheck:
         row = rows[0]
         contexts = [c for c in row_contexts(row) if c.sampled_at[0] <= _MAX_PROMPT_TOKENS]
         contexts = contexts[:_NUM_SEQUENCES]
-        # Of each sequence up to some tokens after the prompt. Without a rollout the pass is made
-        # for the other ranks.
+        # Each sequence is cut _NUM_TOKENS - 1 tokens after its prompt. A rank without a context
+        # makes the pass with one token, because the pass is collective.
         ends = [int(context.sampled_at[0]) - 1 + _NUM_TOKENS for context in contexts]
         ids = [
             row.input_ids.new_tensor(context.token_ids[:end])
@@ -525,8 +542,9 @@ class CriticCheck:
         routes = padded_routes(contexts, padded.shape[1], padded.device)
 
         def compared(values: Tensor) -> Tensor:
-            """Returns those of the values [S, L] that are compared; one without a rollout."""
-            # The value of a token is that of the position that predicts it.
+            """Returns the compared tokens' values, taken from `values` [S, L]; without a context
+            all values of the placeholder."""
+            # A token's value is the one at the position before it, which predicts the token.
             pieces = [
                 values[number, context.sampled_at[context.sampled_at <= end] - 1]
                 for number, (context, end) in enumerate(zip(contexts, ends, strict=True))
@@ -555,7 +573,7 @@ class CriticCheck:
                 bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
-            "a value beside that of a plain forward pass, of its size,",
+            "a value compared with that of a plain forward pass, relative to its size,",
             "values",
             difference,
             bound,
@@ -564,16 +582,16 @@ class CriticCheck:
     def _recompute(
         self, result: CheckResult, row: MicroBatch, token_rewards: Mapping[int, _TokenRewards]
     ) -> Numbers:
-        """Returns the advantages [C] of a row, not whitened, from the values that it holds, and
-        compares its returns."""
+        """Returns a row's advantages [C], not whitened, recomputed from `old_values` and
+        `token_rewards`; compares the recomputed returns with `row.returns`."""
         assert row.old_values is not None
         assert row.returns is not None
         config = self._config
-        # The values are taken as they are; _check_values has compared them.
+        # The values are taken as they are, since _check_values compares them.
         values, returns = (x.double().cpu().numpy() for x in (row.old_values, row.returns))
         index = row.sequence_index.cpu().numpy()
         penalties = np.zeros(len(values))
-        # The KL penalty is subtracted token by token.
+        # The KL penalty is subtracted from the reward of each token.
         if self._loss.kl_in == "reward":
             old = cast(Tensor, row.old_logprobs)
             kl = plain_kl(old, cast(Tensor, row.ref_logprobs), self._loss.kl_estimator)
@@ -588,13 +606,13 @@ class CriticCheck:
             rewards = -penalties[tokens]
             for t, reward in rewards_by_token:
                 rewards[t] += reward
-            # VAPO's lambda depends on the length of the completion.
+            # lam_policy: length (VAPO); it is replaced below for a lam_policy that is a number.
             lam = max(0.0, 1.0 - 1.0 / (config.length_alpha * num_tokens))
             if config.lam_policy != "length":
                 lam = config.lam_policy
             _check_tokens(
                 result,
-                f"a value is taught {{:.6g}}, and the returns of rollout {i} say {{:.6g}}",
+                f"a value target is {{:.6g}}, but by the returns of rollout {i} it is {{:.6g}}",
                 returns[tokens],
                 lambda_returns(rewards, values[tokens], config.gamma, config.lam),
             )
@@ -604,13 +622,14 @@ class CriticCheck:
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:
-    """Returns G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) for the tokens [n] of a rollout.
+    """Returns the lambda-returns [n] of a rollout's n tokens.
 
-    `rewards` are r and `values` V. Values and returns after the last token are 0."""
+    They are G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}), where r are the `rewards` and V
+    the `values`. After the last token V and G are 0."""
     returns: list[float] = []
     next_value = 0.0
     next_return = 0.0
-    # Backwards in time.
+    # From the last token to the first.
     for reward, value in zip(rewards[::-1].tolist(), values[::-1].tolist(), strict=True):
         next_return = reward + gamma * ((1.0 - lam) * next_value + lam * next_return)
         next_value = value
@@ -619,8 +638,8 @@ def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: float) 
 
 
 def _check_tokens(result: CheckResult, text: str, attached: Numbers, expected: Numbers) -> None:
-    """Adds an error for the first token at which the numbers [n] differ by more than rounding; NaN
-    differs. `text` has places for both numbers."""
+    """Adds an error for the first token at which `attached` [n] and `expected` [n] differ by more
+    than rounding, or one is NaN. `text` has a placeholder for each of the two numbers."""
     size = np.maximum(np.abs(attached), np.abs(expected))
     is_right = np.abs(attached - expected) <= np.maximum(_RELATIVE * size, _ABSOLUTE)
     for c in np.flatnonzero(~is_right)[:1]:
@@ -628,11 +647,10 @@ def _check_tokens(result: CheckResult, text: str, attached: Numbers, expected: N
 
 
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _TokenRewards:
-    """Returns the rewards of a rollout: the whole reward is at the last token. NaN: unknown, and so
-    0.
+    """Returns the rewards of a rollout's tokens. An unknown `reward` (NaN) counts as 0.
 
-    With `by_turn` each turn's reward is at the turn's last token, and the remainder of the whole
-    reward at the last token of all."""
+    The whole reward is given at the last token. With `by_turn` each turn's own reward is given at
+    the turn's last token, and the rest of the rollout's reward at the last token of the rollout."""
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
     position = -1

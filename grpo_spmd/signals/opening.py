@@ -1,8 +1,9 @@
 """Opens the rewards and the signals of a run.
 
-Rewards come from functions, servers, environments, reward models and judges. A signal is a training
-signal for single tokens besides the rewards: the teachers and the critic. Reward models, judges and
-signals that the config does not ask for are not even imported.
+Rewards come from functions, servers, environments, reward models and judges. A *signal* is what
+trains single tokens besides the rewards: the teachers together are one signal, the critic is the
+other. The modules of reward models, judges and signals are imported only if the config asks for
+them.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Scorers]:
-    """Returns (pool of reward functions, scorers of all rewards except judges and reward models).
+    """Returns the pool of reward functions and servers, and the scorers of all rewards except the
+    engine's judges and reward models (see open_reward_models).
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
-    # An engine's other ranks have started no environment.
+    # Only the first rank of an engine starts environments, so only it knows their rewards.
     if environments is not None and session.rank % config.rollout.engine_ranks == 0:
         check_known_rewards(config, environments.weights)
     log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
@@ -83,8 +85,8 @@ def open_reward_models(
     session: Session,
     preemption: Preemption,
 ) -> Scorers:
-    """Collective. Builds the engine's judges and the reward models, and returns `scorers` with them
-    added at the end. Raises ConfigError."""
+    """Collective. Builds the reward models and the judges that the run's own engine serves. Returns
+    `scorers` with these added at the end. Raises ConfigError."""
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
@@ -92,7 +94,7 @@ def open_reward_models(
                 f"rewards.{index}.name: the environment's own reward is called "
                 f"{reward.metric_name!r} too; give the model or judge another name"
             )
-    # Each kind is imported only here, and only if it is on.
+    # Each module is imported only if the config asks for it.
     if any(reward.is_engine_judge for reward in config.rewards):
         from grpo_spmd.rollout.engine_judge import EngineJudges
 
@@ -114,7 +116,7 @@ def open_reward_models(
         more.append(models)
     if not more:
         return scorers
-    # The weights in the order of the config, then those of the environments' own rewards.
+    # Order of the weights: the config's rewards first, then the environments' own.
     weights = {reward.metric_name: reward.weight for reward in config.rewards}
     weights |= {name: w for name, w in scorers.weights.items() if name not in weights}
     return Scorers(scorers.score_functions, weights, [*scorers.scorers, *more])
@@ -125,13 +127,14 @@ def open_reward_models(
 
 @dataclass(frozen=True)
 class Signals:
-    """The signals of a run. Without any, its methods do nothing.
+    """The critic and the teacher of a run, either of which may be absent (None).
 
-    Every call of a signal is collective. `offloadable_models` are its own models, each with its
-    optimizer: they wait in host memory while the engine is awake. `attach` writes the signal into
-    the micro-batches, before the first update of the step, and returns the decision with the
-    signal's metrics added on rank 0. `update` trains the signal's own model on the batch, after the
-    policy's update, and returns this rank's metrics. `proofs` is its part of the running check.
+    Both have these members, and every call of their methods is collective. `offloadable_models` are
+    the signal's own models, each with its optimizer; they wait in host memory while the engine is
+    awake. `attach` writes the signal into the micro-batches before the first update of the step,
+    and returns the decision with the signal's metrics added on rank 0. `update` trains the signal's
+    own model on the batch after the policy's update, and returns this rank's metrics. `check`
+    returns the signal's part of the running check.
     """
 
     critic: Critic | None = None
@@ -139,29 +142,30 @@ class Signals:
 
     @property
     def _active(self) -> list[Critic | Teacher]:
-        """The signals that are on."""
+        """The signals that the run has."""
         return [signal for signal in (self.critic, self.teacher) if signal is not None]
 
     @property
     def value_head(self) -> ValueHead | None:
-        """The critic, if its head is on the policy's layers and learns in the policy's update."""
+        """The critic, if it is a value head on the policy, which is trained in the policy's update;
+        else None."""
         return self.critic.value_head if self.critic is not None else None
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The models of all signals."""
+        """The models of all signals, each with its optimizer."""
         return [model for signal in self._active for model in signal.offloadable_models]
 
     def freezes_policy(self, step: int) -> bool:
         """Returns True in the first `critic.warmup_steps` steps of a run, in which only the critic
-        learns."""
+        is trained."""
         return self.critic is not None and step <= self.critic.warmup_steps
 
     def attach(
         self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, sampled: SampledStep
     ) -> Decision:
-        """Collective. Calls `attach` of all signals. The critic comes first: it replaces advantages
-        that a teacher then adjusts."""
+        """Collective. Calls `attach` of the critic, which replaces rewards by advantages, and then
+        of the teacher. Returns the decision that both have revised."""
         if self.critic is not None:
             decision = self.critic.attach(batch, decision, stop_check)
         if self.teacher is not None:
@@ -176,7 +180,7 @@ class Signals:
         return metrics
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
-        """Returns the proofs of all signals as one."""
+        """Returns what the signals contribute to the running check of the update."""
         teacher = self.teacher
         return SignalProofs(
             [signal.check(settings) for signal in self._active],
@@ -195,7 +199,8 @@ def open_signals(
 ) -> Signals:
     """Collective. Builds the models of the run's critic and teachers.
 
-    `prompt_at` returns the prompt at a position of the prompt stream. Raises ConfigError.
+    `reference` is the run's reference model, which a teacher may share. `prompt_at` returns the
+    prompt at a position of the prompt stream. Raises ConfigError.
     """
     critic = open_critic(config, policy, session)
     teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
@@ -204,10 +209,10 @@ def open_signals(
 
 def open_critic(config: Config, policy: Policy, session: Session) -> Critic | None:
     """Collective. Returns the critic, or None if the config has none. Raises ConfigError for a
-    model that cannot be one."""
+    model that cannot be a critic."""
     if config.critic.path is None:
         return None
-    # It is imported only here, and only if it is on.
+    # Imported only if the run has a critic.
     from grpo_spmd.signals.critic import open_critic_model
 
     return open_critic_model(config, policy, session)
@@ -221,7 +226,7 @@ def open_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> Teacher | None:
-    """Collective. Returns the teachers as one signal, or None if the config has none. Raises
+    """Collective. Returns all teachers as one signal, or None if the config has none. Raises
     ConfigError."""
     if not config.teacher.is_on:
         return None

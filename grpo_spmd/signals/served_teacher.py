@@ -1,9 +1,10 @@
-"""Teachers behind vLLM servers: before each update the servers are asked for the logprobs of the
-policy's tokens.
+"""Teachers behind vLLM servers, which are asked for the logprobs of the policy's tokens before each
+update.
 
-A question is one context (a sequence that the policy trains on) and is one request to a server; an
-answer is the server's logprobs for the context's sampled tokens. A rollout without an answer gets
-no teacher signal. The last part of the file is the running check.
+A *context* is one token sequence that the policy trains on; a rollout has one or several. A
+*question* is one request to a server about one context. An *answer* is the server's logprobs for
+the context's sampled tokens. A rollout with a context that got no answer gets no teacher signal.
+The last part of the file is the running check.
 """
 
 from __future__ import annotations
@@ -49,36 +50,37 @@ from grpo_spmd.signals.teacher import (
 )
 
 _log = logging.getLogger("grpo_spmd")
-# Seconds between two checks whether the run has to stop, while requests are running.
+# Seconds between two checks of whether the run has to stop, while requests are running.
 _STOP_CHECK_S = 0.5
-# 1 minus a sum of float32 probabilities cannot tell smaller ones from 0.
+# 1 minus a sum of float32 probabilities has about this error, so a smaller rest cannot be told from
+# 0, whose logprob would be infinite.
 _MIN_REST = float(np.finfo(np.float32).eps)
 
 
 class Answer(NamedTuple):
-    """A server's logprobs for n tokens, in a compact form: the answers of a whole step are held at
-    once."""
+    """A server's logprobs for n tokens, as arrays: the answers of a whole step are in memory at the
+    same time."""
 
     ids: npt.NDArray[np.int32]
-    """[n, K] The K most probable tokens. [n, 0] if only the sampled tokens were asked for."""
+    """[n, K] The K most probable tokens. K is 0 if only the sampled tokens were asked for."""
     logprobs: npt.NDArray[np.float32]
-    """[n, K + 1] Their logprobs, and last that of all other tokens together. [n, 1] with K = 0: the
-    logprobs of the sampled tokens."""
+    """[n, K + 1] The logprobs of these tokens, then the logprob of all other tokens together. With
+    K = 0, [n, 1]: the logprobs of the sampled tokens."""
 
 
 class _Question(NamedTuple):
-    """A context that a server is asked about."""
+    """A context about which a server is asked."""
 
     row: MicroBatch
-    """The row that the context is in."""
+    """The micro-batch that holds the context."""
     server: int
-    """The number of the server."""
+    """The index of the server among the run's servers."""
     context: RowContext
     """The context as the teacher sees it."""
 
 
 class ServedTeacher(Teacher):
-    """All teacher servers of a run together are one signal."""
+    """The signal of a run's teachers behind servers; one object stands for all of them."""
 
     def __init__(
         self,
@@ -91,12 +93,13 @@ class ServedTeacher(Teacher):
         ranks: tuple[int, int] = (0, 1),
         max_error_frac: float = 1.0,
     ) -> None:
-        """`ranks` is (this rank, number of ranks): ranks share the limit of requests. The run stops
-        if `max_error_frac` of a step's rollouts have no answer."""
+        """`ranks` is (this rank, number of ranks), which share the limit of concurrent requests.
+        The run stops if the fraction `max_error_frac` or more of a step's rollouts have no answer.
+        """
         super().__init__(config, {}, policy, prompt_at, request_for)
         self.servers = dict(servers)
         self._max_error_frac = max_error_frac
-        # CallLimits takes the config of a reward server; here it carries the teachers' limits.
+        # CallLimits reads the limits of one server from a RewardConfig.
         limit = RewardConfig(
             url="",
             timeout_s=config.timeout_s,
@@ -109,7 +112,8 @@ class ServedTeacher(Teacher):
 
     @property
     def top_k(self) -> int:
-        """The number of most probable tokens to ask for. 0: only the sampled tokens."""
+        """How many of the most probable tokens a server is asked for at each position. 0: only the
+        sampled tokens' logprobs."""
         return self.config.top_k if self.config.loss == "topk" else 0
 
     def attach(
@@ -122,7 +126,7 @@ class ServedTeacher(Teacher):
         """Collective. Asks the servers and writes a TeacherSignal into every micro-batch. Raises
         RewardError on all ranks if too many rollouts have no answer."""
         requests = self.requests(decision, sampled)
-        # One request per context. The number of its server selects the limit.
+        # One request per context.
         questions = [
             _Question(row, number, context)
             for row in batch.micro_batches
@@ -136,9 +140,9 @@ class ServedTeacher(Teacher):
         )
         while any_rank(calls.run_for(_STOP_CHECK_S)):
             stop_check(False)
-        # A rollout whose context failed has no answer, also if its other contexts have one.
+        # A rollout with one failed context has no answer, even if its other contexts have one.
         self.unanswered = {questions[job].context.rollout_id for job in calls.errors}
-        # Raises on all ranks alike, before anything is attached.
+        # This rank's counts. _count_answers may raise, on all ranks, before anything is attached.
         local = {
             "asked": len({question.context.rollout_id for question in questions}),
             "unanswered": len(self.unanswered),
@@ -174,27 +178,28 @@ class ServedTeacher(Teacher):
         return ServerCheck(self, settings)
 
     def _ask(self, server: PromptLogprobs, question: RowContext, limit_s: float) -> Answer:
-        """Returns the server's answer about the sampled tokens. Runs in a thread. Raises
-        FailedCallError if there is none within `limit_s` seconds, or it cannot be used."""
-        # Nothing after the last sampled token is asked for.
+        """Returns the server's answer about a context's sampled tokens. Runs in a thread. Raises
+        FailedCallError if the server sends none within `limit_s` seconds, or one that cannot be
+        used."""
+        # The request ends with the last sampled token.
         token_ids = question.token_ids[: question.sampled_at[-1] + 1].tolist()
         answers = server.ask(token_ids, self.top_k, limit_s)
-        # The server says nothing about the first token.
+        # `answers` begins with the second token: a server has no logprob for the first.
         sampled = [answers[position - 1] for position in question.sampled_at.tolist()]
-        # Such an id would be an index error on the device, far from its cause.
+        # An id beyond the policy's vocabulary would be an index error on the device later.
         if any(
             token_id >= self._vocabulary_size
             for token in sampled
             for token_id, _ in token.likeliest
         ):
-            raise FailedCallError("finds a token likely that the policy does not have")
+            raise FailedCallError("sent logprobs of a token that is not in the policy's vocabulary")
         return compact_answer(sampled, self.top_k, self._vocabulary_size)
 
 
 def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_size: int) -> Answer:
-    """Returns the answer in a few bytes per token. The Python objects that JSON is parsed into take
-    ten times as much."""
-    # `likeliest` has `top_k` entries, or those of the sampled token alone, which has no ids.
+    """Returns a server's logprobs of `tokens` as an Answer. The Python objects into which JSON is
+    parsed take ten times as much memory."""
+    # With top_k 0 the rows of `ids` are empty: an Answer about sampled tokens alone has no ids.
     ids = [[token_id for token_id, _ in token.likeliest[:top_k]] for token in tokens]
     logprobs = [[token.logprob] for token in tokens]
     if top_k:
@@ -204,8 +209,8 @@ def compact_answer(tokens: Sequence[PositionLogprobs], top_k: int, vocabulary_si
 
 
 def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | TopTeacher:
-    """Returns the answers, one after the other, on the device: logprobs [n] of the sampled tokens,
-    or distributions."""
+    """Returns the concatenated answers on the device: logprobs [n] of the sampled tokens, or
+    distributions over the most probable tokens."""
     ids, logprobs = (
         torch.from_numpy(np.concatenate(column)).to(device) for column in zip(*answers, strict=True)
     )
@@ -213,8 +218,8 @@ def _as_tensors(answers: Sequence[Answer], device: torch.device) -> Tensor | Top
 
 
 def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
-    """Returns the logprob of all other tokens together, if `logprobs` are those of some tokens."""
-    # Then there is no other token.
+    """Returns the logprob of all tokens together that are not among those with these `logprobs`."""
+    # If all tokens are given, the rest is empty.
     if len(logprobs) >= vocabulary_size:
         return MIN_LOGPROB
     return math.log(max(1 - math.fsum(map(math.exp, logprobs)), _MIN_REST))
@@ -223,8 +228,8 @@ def rest_logprob(logprobs: Sequence[float], vocabulary_size: int) -> float:
 def _count_answers(
     rank_counts: list[dict[str, Any]], max_error_frac: float
 ) -> dict[str, float | None]:
-    """Returns the metrics over all ranks. Runs on rank 0. Raises RewardError if the share of
-    rollouts without an answer reaches `max_error_frac`."""
+    """Returns the metrics of all ranks' requests. Runs on rank 0. Raises RewardError if the
+    fraction of rollouts without an answer is `max_error_frac` or more."""
     num_asked = sum(counts["asked"] for counts in rank_counts)
     num_unanswered = sum(counts["unanswered"] for counts in rank_counts)
     unanswered_frac = num_unanswered / max(num_asked, 1)
@@ -253,9 +258,9 @@ def open_served_teacher(
     prompt_at: Callable[[int], Prompt] | None,
     tokenizer: Any,
 ) -> ServedTeacher:
-    """Collective. Connects to the servers of teacher.url. Raises ConfigError if one does not
-    fit."""
-    # One rank asks for the name of the model; all ranks get the same answer or the same error.
+    """Collective. Returns the teacher for the servers of teacher.url. Raises ConfigError if a
+    server does not answer or cannot teach the policy."""
+    # Only rank 0 asks for the models' names; all ranks get the same names or the same error.
     models = on_rank0(
         lambda _: {name: check_server(config, name) for name in config.teacher.urls}, None
     )
@@ -270,15 +275,16 @@ def open_served_teacher(
     )
 
 
-# Mean difference in nats: the server's number format and its batches of requests are not known
-# here.
+# The largest allowed mean difference between two answers of a server, in nats. It is wide, since
+# the server's dtype and its batching of requests are not known here.
 _BOUND = 0.1
+# A check waits for an answer at most this long, even if teacher.timeout_s is longer.
 _MAX_CHECK_S = 30.0
 
 
 class ServerCheck(TeacherCheck):
-    """Asks again about a few rollouts, each alone and cut after the last compared token, and
-    compares the signal."""
+    """Asks the servers again about a few rollouts, and compares the new answers with the signal.
+    Each request has one rollout, cut after the last compared token."""
 
     def __init__(self, teacher: ServedTeacher, settings: UpdateCheckSettings) -> None:
         super().__init__(teacher, settings)
@@ -289,12 +295,13 @@ class ServerCheck(TeacherCheck):
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
     ) -> CheckResult:
-        """Collective. As TeacherCheck, and checks which rollouts get a signal."""
+        """Collective. Does what TeacherCheck does, and also checks that exactly the rollouts with
+        an answer have a signal."""
         result = super().__call__(sampled, batch, decision)
         if not all(_has_right_mask(row, self._served.unanswered) for row in batch.micro_batches):
             result.errors.append(
-                "a rollout without an answer of its teacher's server is taught, "
-                "or one that has it is not"
+                "a rollout without an answer of its teacher's server has a teacher signal, "
+                "or one with an answer has none"
             )
         return result
 
@@ -307,14 +314,16 @@ class ServerCheck(TeacherCheck):
     def _compare(
         self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
     ) -> Tensor:
-        # A server's arithmetic is its own.
+        """Collective. As TeacherCheck._compare; with `of_noise` there are no differences."""
+        # The server cannot be asked for another dtype, so its rounding cannot be measured.
         if of_noise:
             return torch.zeros(0, dtype=torch.float64)
         return super()._compare(source, row, context, of_noise=False)
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
-        """Returns logits [n, V] from a server's answer, or None without one. Not collective."""
-        # Without a rollout there is nothing to ask.
+        """Returns logits [n, V] made from a server's answer, or None if there is none. Not
+        collective."""
+        # This is how `_compare` calls it without a context: there is nothing to ask.
         if not predict_index.any():
             return None
         server: PromptLogprobs = source
@@ -330,8 +339,8 @@ class ServerCheck(TeacherCheck):
         for position in predict_index.tolist():
             token = answers[position]
             logprobs = {**dict(token.likeliest), ids[position + 1]: token.logprob}
-            # The other tokens are compared only all together. So their probability may be spread
-            # over them in any way.
+            # The probability of all other tokens is spread evenly over them. Any other way would
+            # do, since they are compared only as a sum.
             num_others = max(vocabulary_size - len(logprobs), 1)
             rest = rest_logprob([*logprobs.values()], vocabulary_size) - math.log(num_others)
             rows.append([logprobs.get(i, rest) for i in range(vocabulary_size)])
@@ -339,11 +348,12 @@ class ServerCheck(TeacherCheck):
 
 
 def _has_right_mask(row: MicroBatch, unanswered: set[int]) -> bool:
-    """Returns whether exactly the tokens of answered rollouts have a signal."""
+    """Returns True if exactly the tokens of rollouts with an answer have a signal. `unanswered` are
+    the ids of the rollouts without an answer."""
     signal = row.teacher_signal
     if signal is None or not row.rollout_ids:
         return True
-    # `sequence_index` has for each token the index of its rollout in `rollout_ids`.
+    # `sequence_index` holds each token's rollout, as an index into `rollout_ids`.
     indices = [index for index, number in enumerate(row.rollout_ids) if number in unanswered]
     expected = ~torch.isin(row.sequence_index, row.sequence_index.new_tensor(indices))
     masks = [torch.ones_like(expected) if signal.answered_mask is None else signal.answered_mask]

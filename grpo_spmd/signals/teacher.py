@@ -2,11 +2,11 @@
 (on-policy distillation, Agarwal et al. 2024).
 
 A teacher scores the same micro-batches ("rows") as the policy, or the same completions after a
-prompt of its own. Its scores are logprobs of the sampled tokens (`teacher.loss: sampled`) or
-distributions over the vocabulary ("full") or over the K most probable tokens and all others
-together ("topk"). All are of the teacher's softmax over the tokens that the policy has: a teacher
-of the same family may have more rows in its lm_head, which are padding. The last part of the file
-is the running check.
+prompt of its own. Depending on `teacher.loss`, its scores are logprobs of the sampled tokens
+("sampled"), distributions over the vocabulary ("full"), or distributions over the K most probable
+tokens and one more outcome for all other tokens together ("topk"). The teacher's softmax is taken
+over the policy's vocabulary only: the lm_head of a teacher of the same family may have further
+rows, which are padding. The last part of the file is the running check.
 """
 
 from __future__ import annotations
@@ -67,24 +67,26 @@ from grpo_spmd.records import (
     TeacherSignal,
 )
 
-# The scores that a teacher gives n tokens: their logprobs [n], or distributions.
+# A teacher's scores of n tokens: their logprobs [n], or a distribution for each of them.
 TeacherScores = Tensor | WholeTeacher | TopTeacher
 
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """One teacher, sharded as the policy is."""
+    """One teacher whose model runs in this process, sharded like the policy."""
 
     model: Policy
     is_base: bool = False
-    """True if the model is the policy's base: its adapters are off while it scores."""
+    """True if `model` is the policy and the teacher is its base: scoring turns the adapters off."""
     is_own: bool = True
-    """True if nobody else in the run holds the model."""
+    """False if the model is also the policy or the reference."""
 
     def score(self, row: MicroBatch, term: Term) -> Any:
-        """Collective. Returns the result of `term(hidden states [C, D], head [V, D])`.
+        """Collective. Returns `term(hidden, head)`, where `hidden` [C, D] are the teacher's hidden
+        states in the row and `head` [V, D] is its lm_head.
 
-        A teacher takes its own routes, since it may be another model than the one that sampled."""
+        A teacher with experts does not replay the engine's routes, since it may be another model.
+        """
         row = dataclasses.replace(row, routes=None)
         with adapters_off(self.model.model) if self.is_base else nullcontext():
             return self.model(row, term, only_term=True)[0]
@@ -92,8 +94,7 @@ class TeacherModel:
 
 @dataclass(frozen=True)
 class TeacherRequest:
-    """A request names the teacher that scores the rollouts of a prompt, and the prompt that the
-    teacher sees."""
+    """Which teacher scores the rollouts of a prompt, and which prompt that teacher sees."""
 
     teacher: str
     """The teacher's name; empty if the run has only one teacher."""
@@ -101,14 +102,14 @@ class TeacherRequest:
     """None: the policy's own prompt."""
 
 
-# From a prompt, and with teacher.prompt_template from the columns that rewards wrote too.
+# A function of a Prompt, and with teacher.prompt_template also of the columns that rewards wrote.
 RequestFor = Callable[..., TeacherRequest]
-# Requests by rollout id. None: one teacher scores all rollouts after the policy's own prompts.
+# Requests by rollout id. None: a single teacher scores all rollouts with the policy's own prompts.
 Requests = Mapping[int, TeacherRequest] | None
 
 
 class Teacher:
-    """All teachers of a run together are one signal."""
+    """The signal of a run's teachers; one object stands for all of them."""
 
     def __init__(
         self,
@@ -119,7 +120,7 @@ class Teacher:
         request_for: RequestFor | None = None,
     ) -> None:
         """`prompt_at` returns the prompt at a position of the prompt stream. Without `request_for`
-        one teacher sees what the policy sees."""
+        there is a single teacher, which sees the policy's prompts."""
         self.config = config
         self.models = dict(models)
         self.policy = policy
@@ -129,7 +130,7 @@ class Teacher:
 
     @property
     def offloadable_models(self) -> Sequence[OffloadableModel]:
-        """The signal's own models, with their optimizers."""
+        """The teachers' models that nothing else in the run uses; they have no optimizer (None)."""
         return [(teacher.model, None) for teacher in self.models.values() if teacher.is_own]
 
     @torch.no_grad()
@@ -140,10 +141,11 @@ class Teacher:
         stop_check: StopCheck,
         sampled: SampledStep | None = None,
     ) -> Decision:
-        """Collective. Writes a TeacherSignal into every micro-batch, by one forward pass of each
-        teacher over its own rollouts.
+        """Collective. Writes a TeacherSignal into every micro-batch. For each micro-batch every
+        teacher makes one forward pass, over the rollouts that it has to score.
 
-        `sampled` has what rewards wrote, which teacher.prompt_template needs."""
+        `sampled` is only needed with teacher.prompt_template, for the columns that rewards wrote.
+        """
         requests = self.requests(decision, sampled)
         # The whole lm_head of a teacher is gathered once per step, not once per row.
         needs_heads = self.config.loss == "full"
@@ -159,14 +161,13 @@ class Teacher:
                     scored.append((None, self._score(teacher, row, heads[name])))
                     continue
                 teacher_row, tokens = select_teacher_row(row, requests, name)
-                # Every rank makes the pass, also without a rollout: it is collective.
+                # The pass is collective, so a rank makes it even without a rollout to score.
                 scores = self._score(teacher, teacher_row, heads[name])
                 if len(tokens):
                     scored.append((tokens, scores))
-            # Rows of other teachers' rollouts are left out of a teacher's part, but every row has a
-            # signal.
+            # A row gets a signal even if no teacher scored anything in it.
             row.teacher_signal = self._make_signal(row, scored, requests)
-        # A teacher that is the policy, or its base, leaves the policy gathered.
+        # If a teacher is the policy or its base, its passes left the policy's parameters gathered.
         reshard(self.policy)
         return self.count_prompts(decision, requests)
 
@@ -187,8 +188,7 @@ class Teacher:
         if self._request_for is None or self._prompt_at is None:
             return None
         if self.config.prompt_template is not None:
-            # What a reward wrote is known on the rank that sampled the completion, and nowhere
-            # else.
+            # Only the rank that sampled a completion knows what rewards wrote about it.
             assert sampled is not None, "teacher.prompt_template needs what rewards wrote"
             requests = [
                 (i, request.teacher, request.prompt_ids)
@@ -196,8 +196,8 @@ class Teacher:
             ]
             return {i: TeacherRequest(*fields) for i, *fields in join_ranks(requests)}
         step = decision.rank0_decision
-        # Only rank 0 knows the positions of all groups. The prompt stream gives the same prompt on
-        # every rank, so that positions are all that has to be sent.
+        # Only rank 0 knows all groups' positions in the prompt stream. Every rank can look up the
+        # prompt at a position, so only the positions are sent.
         positions = on_rank0(lambda _: [] if step is None else step.positions.tolist(), None)
         group_size = decision.num_rollouts // max(len(positions), 1)
         return {
@@ -210,11 +210,12 @@ class Teacher:
     def local_requests(
         self, sampled: SampledStep, decision: Decision
     ) -> Iterator[tuple[int, TeacherRequest]]:
-        """Yields rollout ids and requests for this rank's completions that are trained on, from
-        their rows and from what rewards wrote about them."""
+        """Yields (rollout id, request) for each completion that this rank sampled and some rank
+        trains on, made from its prompt and from what rewards wrote about it."""
         if self._request_for is None:
             return
         has_template = self.config.prompt_template is not None
+        # The number of completions in the groups before; `notes` counts completions over groups.
         num_earlier = 0
         for group in sampled.groups:
             for number, rollout_id in enumerate(decision.rollout_ids(group), num_earlier):
@@ -225,16 +226,16 @@ class Teacher:
             num_earlier += len(group.completions)
 
     def count_prompts(self, decision: Decision, requests: Requests) -> Decision:
-        """Returns the decision with the share of rollouts for which teacher.prompt_template made a
-        prompt, on rank 0."""
+        """Returns the decision with the metric teacher/prompted_frac added on rank 0: the fraction
+        of rollouts for which teacher.prompt_template made a prompt."""
         if self.config.prompt_template is None or not requests:
             return decision
         num_prompts = sum(request.prompt_ids is not None for request in requests.values())
         return revise_decision(decision, {"teacher/prompted_frac": num_prompts / len(requests)})
 
     def _score(self, teacher: TeacherModel, row: MicroBatch, head: Tensor | None) -> TeacherScores:
-        """Collective. Returns what a teacher says about the row. `head` is its lm_head with
-        teacher.loss: full."""
+        """Collective. Returns a teacher's scores of the row. `head` is its whole lm_head if
+        teacher.loss is full, else None."""
         logits = teacher.model.logits
         size = self._vocabulary_size
         if self.config.loss == "sampled":
@@ -242,8 +243,8 @@ class Teacher:
                 row, lambda hidden, head: logits.score(hidden, head[:size], row.target_ids)[0]
             )
             return logprobs
-        # The divergence is computed in the update, chunk by chunk: hidden states take less memory
-        # than logits of the whole vocabulary.
+        # full: keep the hidden states, which take less memory than logits of the whole vocabulary.
+        # The update computes the divergence from them, chunk by chunk.
         if head is not None:
             hidden = teacher.score(row, lambda hidden, _: hidden)
             return WholeTeacher(hidden, head, logits.temperature, logits.softcap)
@@ -262,7 +263,8 @@ class Teacher:
         scored: Sequence[tuple[TokenIndices | None, TeacherScores]],
         requests: Requests,
     ) -> TeacherSignal:
-        """Returns the signal from scores, each with the tokens that it is about (None: all)."""
+        """Returns a row's signal made from `scored`: pairs of the indices of completion tokens
+        (None: all) and a teacher's scores of these tokens."""
         coef = self.config.coef
         masks = {}
         if requests is not None and len(self.config.names) > 1:
@@ -283,7 +285,8 @@ class Teacher:
 
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
-    """Returns the mask [C] of a row's completion tokens, from one value for each rollout."""
+    """Returns a bool mask [C] of a row's completion tokens. `by_rollout` has one value for each of
+    `row.rollout_ids`, which all tokens of the rollout get."""
     # A row without rollouts has one token, a placeholder that nobody sampled.
     index = row.sequence_index
     return copy_to_device(torch.tensor([*by_rollout] or [False]), index.device)[index]
@@ -291,9 +294,9 @@ def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
 
 def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[RowContext]:
     """Returns the contexts of a row that the teacher `name` scores, with the teacher's own prompt
-    in the place of the policy's. Waits for the device.
+    in place of the policy's. Waits for the device.
 
-    `requests` is None if there is one teacher, which scores all rollouts on the policy's prompt."""
+    `requests` is None if a single teacher scores all rollouts with the policy's prompts."""
     contexts = row_contexts(row)
     if requests is None:
         return contexts
@@ -305,7 +308,8 @@ def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[Row
 
 
 def _with_prompt(context: RowContext, prompt_ids: list[int] | None) -> RowContext:
-    """Returns the sampled tokens of a context after another prompt."""
+    """Returns a context of `prompt_ids` and then the sampled tokens of `context`; unchanged if
+    `prompt_ids` is None."""
     if prompt_ids is None:
         return context
     completion_ids = context.token_ids[context.sampled_at]
@@ -319,31 +323,30 @@ def _with_prompt(context: RowContext, prompt_ids: list[int] | None) -> RowContex
 def select_teacher_row(
     row: MicroBatch, requests: Mapping[int, TeacherRequest], name: str
 ) -> tuple[MicroBatch, TokenIndices]:
-    """Returns the completions of a row that the teacher `name` scores, as a row of its own with the
-    teacher's prompts, and the indices [n] of its n tokens among those of the policy's row.
+    """Returns (teacher's row, tokens) for the completions in `row` that the teacher `name` scores.
 
-    If the teacher scores no rollout, the row has two tokens that do not count. Waits for the
-    device."""
+    The teacher's row holds these completions after the teacher's prompts. `tokens` [n] are the
+    indices of its n completion tokens among the completion tokens of `row`. If the teacher scores
+    nothing, its row has two tokens outside the loss mask. Waits for the device."""
     rollouts = []
-    # Each context stands alone: a teacher needs not know which of them are one rollout.
+    # Each context becomes a rollout: a teacher need not know which contexts are one rollout.
     contexts = teacher_contexts(row, requests, name)
     for context in contexts:
         is_sampled = np.isin(np.arange(len(context.token_ids)), context.sampled_at)
         segment = Segment(context.token_ids.astype(np.int32), is_sampled)
         logprobs = [0.0] * len(context.tokens)
         rollouts.append(episode_rollout(context.rollout_id, 0.0, True, [segment], logprobs))
-    # pack_rollouts keeps the order of contexts, so that scores and tokens are aligned.
+    # pack_rollouts keeps the order of the contexts, so the scores are in the order of `tokens`.
     tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
     return pack_rollouts(rollouts, device), copy_to_device(torch.from_numpy(tokens), device)
 
 
 def _gather_head(policy: Policy) -> Tensor:
-    """Collective. Returns the whole lm_head [V, D] of a sharded model, in its compute dtype.
-
-    It is a copy: the updates of the step do not change it if the model is the policy."""
+    """Collective. Returns a copy of the whole lm_head [V, D] of a sharded model, in its compute
+    dtype. If the model is the policy, the updates of the step do not change the copy."""
     weight = policy.model.get_output_embeddings().weight
-    # Trained weights are float32, whatever they are computed with.
+    # Trained weights are stored in float32, whatever the compute dtype.
     return gather_rows([(weight, weight.to_local().to(policy.compute_dtype))])[0]
 
 
@@ -357,8 +360,9 @@ def open_model_teacher(
 ) -> Teacher:
     """Collective. Builds the teachers of teacher.path.
 
-    A teacher that is the model which the run starts from shares it with the reference, or with the
-    policy's base under LoRA. One that is the policy takes no memory either.
+    A teacher takes no memory of its own if its path is `policy`, or if it is the start model
+    (model.path) and the run already holds that: as the policy's base with LoRA, or as the reference
+    model. Raises ConfigError.
     """
     models: dict[str, TeacherModel] = {}
     for name, path in config.teacher.paths.items():
@@ -366,8 +370,6 @@ def open_model_teacher(
             models[name] = TeacherModel(policy, is_own=False)
             continue
         is_start = path == config.model.path
-        # With adapters the policy's frozen base is the start model; else the reference is, if there
-        # is one. Neither takes more memory.
         if is_start and policy.lora.rank:
             models[name] = TeacherModel(policy, is_base=True, is_own=False)
         elif is_start and isinstance(reference, Policy):
@@ -383,7 +385,7 @@ def open_model_teacher(
             )
             models[name] = TeacherModel(model)
             key = f"teacher.path.{name}" if name else "teacher.path"
-            # After the build, which names a folder that is no model.
+            # After build_policy, which has the better error for a folder that holds no model.
             check_vocabulary(config.model.path, path, key)
     return Teacher(
         config.teacher,
@@ -395,24 +397,25 @@ def open_model_teacher(
 
 
 def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
-    """Returns the function from a prompt to its request, or None if one teacher sees what the
-    policy sees."""
+    """Returns a function that makes a prompt's TeacherRequest, or None if there is a single teacher
+    that sees the policy's prompts."""
     has_one = "" in config.teacher.names
     if has_one and not config.teacher.sees_other_prompt:
         return None
     template = config.teacher.prompt_template
     data = teacher_data(config)
-    # Rows are aligned with the policy's prompts: none was dropped.
+    # The teacher's prompts, by row of the data file; with `teacher_data` no row is dropped.
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
     def request_for(prompt: Prompt, written: Fields | None = None) -> TeacherRequest:
+        """Returns the prompt's request. `written` has the columns that rewards wrote."""
         name = "" if has_one else str(prompt.columns["teacher"])
         token_ids = None if prompts is None else prompts[prompt.row].token_ids
         filled = None if template is None else fill_prompt(template, prompt, written or {})
         if filled is not None:
             row = PromptRow(filled, {}, "teacher.prompt_template")
             token_ids = tokenize_batch([row], tokenizer)[0].tolist()
-            # The model may have no positions for a longer one.
+            # The model may have no positions for a longer prompt, so the policy's own is used.
             if not 0 < len(token_ids) <= config.data.max_prompt_tokens:
                 token_ids = None
         return TeacherRequest(name, token_ids)
@@ -421,8 +424,8 @@ def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
 
 
 def fill_prompt(template: str, prompt: Prompt, written: Fields) -> str | list[Message] | None:
-    """Returns a prompt in which the template takes the place of the text, of a chat that of its
-    last message; None if a column of the template has no value.
+    """Returns the prompt with its text replaced by the filled-in template, or None if a column of
+    the template has no value. Of a chat the last message's text is replaced.
 
     `written` has the columns that rewards wrote about the completion."""
     messages = [{"content": prompt.text}] if isinstance(prompt.text, str) else prompt.text
@@ -437,15 +440,16 @@ def fill_prompt(template: str, prompt: Prompt, written: Fields) -> str | list[Me
     return [*messages[:-1], last_message | {"content": filled}]
 
 
-# The running check: what the update gets for single tokens is compared with a plain forward pass of
-# the teacher over one rollout alone. Prompt and teacher are those that the sampling rank names.
+# The running check compares the signal of some tokens with a plain forward pass of the teacher over
+# one rollout alone. It also compares the requests with those that the sampling ranks would make.
 
-# The largest number of rollouts that are compared for each teacher on a rank.
+# The largest number of rollouts of a row that are compared for each teacher.
 _NUM_ROLLOUTS = 3
-# The largest number of tokens that are compared in one rollout.
+# The largest number of tokens of a rollout that are compared.
 _NUM_TOKENS = 12
-# Attention of a plain pass takes memory by the square of its tokens. If all rollouts of a teacher
-# are longer than _LONG, only the shortest is compared; one longer than _TOO_LONG never is.
+# The memory of plain attention grows with the square of the number of tokens before the compared
+# ones. Rollouts with _LONG or more such tokens are not compared, except the shortest if a teacher
+# has only such ones; rollouts with _TOO_LONG or more are never compared.
 _LONG, _TOO_LONG = 2048, 8192
 
 
@@ -462,17 +466,19 @@ class TeacherCheck:
     def __call__(
         self, sampled: SampledStep, batch: RolloutBatch, decision: Decision, *_: object
     ) -> CheckResult:
-        """Collective. Compares some tokens of this rank's first, second and last row."""
+        """Collective. Compares the signal of some tokens in this rank's first, second and last
+        row."""
         result = CheckResult()
         requests = self._teacher.requests(decision, sampled)
         if requests is not None:
             self._check_requests(result, sampled, decision, requests)
         if not all(self._is_complete(row.teacher_signal) for row in batch.micro_batches):
             result.errors.append(
-                "a micro-batch lacks what its teacher says of it, or has it in another form"
+                "a micro-batch has no teacher signal, or one of another kind than the config's"
             )
-        # The costliest row comes first, and more of it is compared. Few tokens have a mean that
-        # rounding moves: those of the later rows are compared together.
+        # The costliest row comes first, and up to _NUM_ROLLOUTS of its rollouts are compared. Of
+        # the later rows only one rollout each is compared. They share one mean, since the mean
+        # over a few tokens varies much by rounding.
         costliest, *later_rows = rows_to_check(batch.micro_batches)
         for rows, num_rollouts in (([costliest], _NUM_ROLLOUTS), (later_rows, 1)):
             compare_rows = partial(self._compare_rows, rows, requests, num_rollouts)
@@ -495,8 +501,9 @@ class TeacherCheck:
         *,
         of_noise: bool,
     ) -> float:
-        """Collective. Returns the mean of what `_compare` gives at some tokens of rows, of at most
-        `num_rollouts` rollouts of each teacher in a row; 0 without any."""
+        """Collective. Returns the mean of the differences from `_compare`, 0 if there are none.
+
+        In each row up to `num_rollouts` rollouts of each teacher are compared."""
         differences = [torch.zeros(0, dtype=torch.float64)]
         for row, (name, source) in product(rows, self._sources().items()):
             chosen = self._choose(
@@ -504,7 +511,8 @@ class TeacherCheck:
                 for c in _first_contexts(row, requests)
                 if requests is None or requests[c.rollout_id].teacher == name
             )
-            # Each rank makes as many passes.
+            # The passes are collective, so every rank makes `num_rollouts` of them, if need be
+            # without a context.
             for number in range(num_rollouts):
                 context = chosen[number] if number < len(chosen) else None
                 differences.append(self._compare(source, row, context, of_noise=of_noise))
@@ -512,22 +520,23 @@ class TeacherCheck:
         return float(joined.mean()) if len(joined) else 0.0
 
     def _is_complete(self, signal: TeacherSignal | None) -> bool:
-        """Returns whether a row has the signal that the config asks for."""
+        """Returns True if a row has a signal of the kind and weight that the config asks for."""
         if signal is None or signal.coef != self._teacher.config.coef:
             return False
         return (signal.logprobs is not None) == (self._teacher.config.loss == "sampled")
 
     def _sources(self) -> Mapping[str, Any]:
-        """Returns the models or servers that the check asks again, by the teachers' names."""
+        """Returns the models or servers with which the check recomputes scores, by the teachers'
+        names."""
         return self._teacher.models
 
     def _has_signal(self, rollout_id: int) -> bool:
-        """Returns False if the teacher could not score the rollout."""
+        """Returns False if the teacher gave the rollout no scores."""
         return True
 
     def _choose(self, contexts: Iterable[RowContext]) -> list[RowContext]:
-        """Returns at most _NUM_ROLLOUTS of a teacher's contexts."""
-        # Short ones first: a plain pass takes memory by the square of its length.
+        """Returns the contexts to compare: at most _NUM_ROLLOUTS, of different lengths."""
+        # Sorted by the number of tokens before the first sampled one.
         candidates = sorted(
             (c for c in contexts if c.sampled_at[0] < _TOO_LONG and self._has_signal(c.rollout_id)),
             key=lambda context: int(context.sampled_at[0]),
@@ -536,8 +545,10 @@ class TeacherCheck:
         return short[:: max(len(short) // _NUM_ROLLOUTS, 1)][:_NUM_ROLLOUTS]
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
-        """Collective. Returns logits [n, V] at the positions [n] of the ids [T], or None if the
-        teacher gives none."""
+        """Collective. Returns the teacher's logits [n, V] at the positions `predict_index` [n] of
+        the sequence `token_ids` [T], or None if the teacher gives none.
+
+        `source` is the teacher's entry in `_sources`."""
         teacher: TeacherModel = source
         with (
             use_plain_attention(teacher.model.model),
@@ -554,8 +565,8 @@ class TeacherCheck:
         decision: Decision,
         requests: Mapping[int, TeacherRequest],
     ) -> None:
-        """Collective. Compares the requests with those that the sampling ranks make from their own
-        rows."""
+        """Collective. Compares the requests that scored the rollouts with those that the ranks
+        which sampled the rollouts make from their own prompts."""
         local = [(i, _digest(r)) for i, r in self._teacher.local_requests(sampled, decision)]
         digests = dict(join_ranks(local))
         mismatched = [i for i, request in requests.items() if digests.get(i) != _digest(request)]
@@ -568,9 +579,12 @@ class TeacherCheck:
     def _compare(
         self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
     ) -> Tensor:
-        """Collective. Returns |differences| in nats at some tokens of a context, none without one:
-        of the signal, or with `of_noise` what the number format rounds."""
-        # Without a context the pass is made only because it is collective.
+        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context,
+        and n = 0 if it is None.
+
+        The signal is compared with a plain pass of the teacher, or with `of_noise` a plain pass in
+        the model's dtype with one in float32."""
+        # Without a context the pass over two tokens is made only because it is collective.
         token_ids = row.input_ids[:2]
         tokens = predict_index = row.predict_index.new_zeros(1)
         if context is not None:
@@ -590,14 +604,17 @@ class TeacherCheck:
         targets = row.target_ids[tokens]
         if of_noise:
             return _rounding(row.teacher_signal, logits, exact, targets)
-        # Large logits are rounded by more.
+        # A number format rounds large logits by more, so they widen the bound.
         self._bound = max(self._bound, float(logits.abs().amax(-1).mean()) * self._rounding)
         return _differences(row.teacher_signal, logits, tokens, targets)
 
 
 def _rounding(signal: TeacherSignal, logits: Tensor, exact: Tensor, targets: Tensor) -> Tensor:
-    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their
-    probability, between logits [n, V] of two arithmetics."""
+    """Returns the absolute differences [n] of logprobs between `logits` and `exact` [n, V], the
+    same logits in float32 arithmetic.
+
+    For a signal of logprobs they are those of the `targets` [n]; for a signal of distributions the
+    mean over all tokens of the vocabulary, weighted by their probability."""
     log_p = logits.log_softmax(-1)
     differences = (log_p - exact.log_softmax(-1)).abs().double().cpu()
     if signal.logprobs is None:
@@ -606,7 +623,8 @@ def _rounding(signal: TeacherSignal, logits: Tensor, exact: Tensor, targets: Ten
 
 
 def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
-    """Returns the first context of each rollout of a row, as its teacher sees it."""
+    """Returns the first context of each rollout of a row, with the teacher's own prompt if it has
+    one."""
     contexts: dict[int, RowContext] = {}
     for context in row_contexts(row):
         contexts.setdefault(context.rollout_id, context)
@@ -624,8 +642,12 @@ def _first_contexts(row: MicroBatch, requests: Requests) -> list[RowContext]:
 
 
 def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Returns the differences [n] of the targets' logprobs, or of all outcomes weighted by their
-    probability, from plain logits [n, V]."""
+    """Returns the absolute differences of logprobs between the signal at `tokens` [n] and the plain
+    `logits` [n, V].
+
+    For a signal of logprobs they are those of the `targets` [n]. For a signal of distributions each
+    is a mean over the outcomes, weighted by their probability; a token that two teachers scored has
+    two differences."""
     if signal.logprobs is not None:
         plain = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         return (signal.logprobs[tokens] - plain).abs().double().cpu()
@@ -643,12 +665,12 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
                 plain = scores.outcomes(log_p, rows)
                 difference = (plain - scores.logprobs_of(rows)).abs()
                 differences.append(float((plain.exp() * difference).sum()))
-    # A token that no teacher scored is as wrong as can be.
+    # If no teacher scored any of the tokens, the signal is wrong: the difference is infinite.
     return torch.tensor(differences or [math.inf], dtype=torch.float64)
 
 
 def _digest(request: TeacherRequest) -> int:
-    """Returns a checksum of a request, so that ranks need not exchange whole prompts."""
+    """Returns a checksum of a request: ranks exchange checksums instead of whole prompts."""
     return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())
 
 
@@ -660,8 +682,9 @@ class RandomTeacher:
     """A teacher for the synthetic rows of the gradient check (the SyntheticTeacher of
     GradientCheck).
 
-    Its scores are logprobs that the check fills in, or random distributions drawn from a fixed
-    seed. Its term in the loss is also written out plainly.
+    With teacher.loss: sampled, its scores are logprobs that the check fills in; else they are
+    random distributions from a fixed seed. `divergence` computes its term of the loss by the
+    formula, for comparison with the trainer's.
     """
 
     def __init__(
@@ -674,13 +697,14 @@ class RandomTeacher:
         self._generator = torch.Generator().manual_seed(0)
         self._policy_logits = policy.logits
         self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
-        # For each row that holds a rollout: logprobs [n, V], and the ids of the top tokens.
+        # For each row that holds a rollout: the logprobs [n, V], and with topk the ids [n, K] of
+        # the most probable tokens.
         self._log_p: list[Tensor] = []
         self._top_ids: list[Tensor] = []
 
     @property
     def is_sampled(self) -> bool:
-        """True if it gives logprobs of the sampled tokens, False if it gives distributions."""
+        """True if this teacher gives logprobs of the sampled tokens, False if distributions."""
         return self._config.loss == "sampled"
 
     def teach(self, row: MicroBatch) -> None:
@@ -703,15 +727,16 @@ class RandomTeacher:
             scores = TopTeacher(ids, logprobs)
         divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_logits)
         row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
-        # A row without rollouts has one token that counts nothing, and the plain side has none for
-        # it.
+        # A row without rollouts has a placeholder token, which the plain computation lacks.
         if row.rollout_ids:
             self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
             self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
 
     def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, of the policy's logprobs [n, V] of all rows, by the
-        formula and autograd alone."""
+        """Returns the divergence [n], float64, between the teacher and the policy at all tokens of
+        all rows, where `log_p` [n, V] are the policy's logprobs.
+
+        It is written out by its formula, and its gradient is autograd's."""
         beta = self._config.beta
         s = log_p.double()
         t = torch.cat([log_p[:0].double(), *self._log_p])
@@ -731,8 +756,9 @@ class RandomTeacher:
 
 
 def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and of all other tokens
+    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and last of all other tokens
     together."""
-    # Summed over the other tokens: 1 minus the top tokens' probabilities would cancel.
+    # The rest is summed over the other tokens, because 1 minus the sum of the top tokens'
+    # probabilities would lose digits by cancellation.
     rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
     return torch.cat([log_p.gather(-1, ids), rest], -1)

@@ -1,8 +1,12 @@
-"""The running checks of what a critic learns: its loss and gradient on synthetic rows, and its
+"""The running checks of a critic's training: its loss and gradient on synthetic rows, and its
 optimizer steps.
 
-A synthetic row is one of proofs/gradient_check.py. A value head on the policy's layers has its part
-in that check of the policy; a critic of its own is checked here in the same way.
+Synthetic rows are made of shortened rollouts, as in proofs/gradient_check.py. A value head on the
+policy is checked there, together with the policy, with the targets and the loss that `ValueTargets`
+adds; a critic that is a model of its own is checked here, by `CriticUpdateCheck`.
+
+"Plain" computations are those of the check: a plain forward pass uses no packing and plain
+attention, and a plain loss is written out by its formula. They are compared with the trainer's.
 """
 
 from __future__ import annotations
@@ -47,22 +51,24 @@ if TYPE_CHECKING:
     from grpo_spmd.signals.critic import Critic, PolicyCritic
 
 _log = logging.getLogger("grpo_spmd")
-# Distances of old values and returns from the values, in multiples of the clip. They are on both
-# sides of the clip, and on each side the clipped error is sometimes the larger one, sometimes not.
+# Distances of the synthetic old values and returns from the trainer's values, in multiples of
+# critic.clip_value. Old values nearer than 1 clip nothing. Of those farther away, on either side,
+# the clipped error is the larger one for some returns and the smaller one for others.
 _OLD_DISTANCES = (0.0, 0.5, -0.5, 1.5, -1.5, 2.0, -2.0)
 _RETURN_DISTANCES = (0.7, -0.7, 0.9)
-# With a larger clip nothing is clipped on synthetic rows.
+# Distances are multiples of the clip up to this one. A larger clip_value clips no synthetic value.
 _MAX_CLIP = 5.0
-# The number of optimizer steps that are followed after each check.
+# After each check this many optimizer steps are recomputed.
 _WINDOW = 3
-# The largest difference of the loss, relative to the sum of its summands' sizes. Both sides have
-# the trainer's values, so that a number format's rounding is not in it.
+# The largest allowed difference of the loss, relative to the sum of its terms' sizes. Both losses
+# are computed from the trainer's values, so the rounding of the model's dtype does not matter.
 _LOSS_BOUND = 1e-4
-# The largest difference of the whole gradient, relative to its norm. Measured: 8e-7 in float32,
-# 0.014 to 0.14 in bfloat16. Beyond it a difference is judged by bfloat16's own noise, which was 0.5
-# and more with key biases as Qwen2's: the loss is compared exactly there too.
+# The largest allowed difference of the whole gradient, relative to its norm. Measured: 8e-7 in
+# float32, 0.014 to 0.14 in bfloat16. A larger difference is compared with bfloat16's own noise,
+# which was 0.5 and more for models with key biases like Qwen2's; the loss is exact there too.
 _GRADIENT_BOUNDS = {"float32": 1e-3, "bfloat16": 0.2}
-# However much a model rounds, values of other tokens must show: they differ by about their size.
+# The bound of differences of values never grows beyond this, however much a model rounds. The
+# values of the wrong tokens would differ by about their size, which must remain an error.
 MAX_VALUE_BOUND = 0.5
 
 
@@ -73,8 +79,10 @@ def relative_size(differences: Tensor, values: Tensor) -> float:
 
 @contextmanager
 def random_head(head: nn.Linear) -> Iterator[None]:
-    """Returns a context manager. Within it the head adds a product with a fixed random vector: a
-    new head is zero, and would show no fault."""
+    """Returns a context manager within which the product of the hidden states and a fixed random
+    vector is added to the head's output.
+
+    A new head is all zeros, so that faults in the layers below it would not show in its values."""
     handle = head.register_forward_hook(
         lambda _, inputs, output: output + random_product(inputs[0])[..., None]
     )
@@ -92,19 +100,19 @@ def random_product(states: Tensor) -> Tensor:
 
 
 class SyntheticTargets:
-    """Makes value targets for synthetic rows, and computes the loss of their values plainly."""
+    """Makes value targets for synthetic rows, and computes their value loss by its formula."""
 
     def __init__(self, clip: float | None, coef: float) -> None:
         self._clip = clip
         self._coef = coef
-        # Values, old values and returns of the rows that hold a rollout, float64.
+        # (values, old values, returns), float64, of each row that holds a rollout.
         self._columns: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def set_targets(self, row: MicroBatch, values: Tensor) -> None:
-        """Gives a row old values and returns at known distances from the trainer's values [C]."""
+        """Sets a row's old values and returns at known distances from the trainer's values [C]."""
         clip = min(self._clip or 1.0, _MAX_CLIP)
         v = values.double()
-        # Each combination of the distances occurs every 21 tokens.
+        # Each of the 7 * 3 combinations of distances occurs once in 21 tokens.
         index = torch.arange(len(v), device=v.device)
         old = v.new_tensor(_OLD_DISTANCES)[index % len(_OLD_DISTANCES)]
         target = v.new_tensor(_RETURN_DISTANCES)[
@@ -120,14 +128,14 @@ class SyntheticTargets:
     ) -> tuple[LossTerm, Tensor]:
         """Returns (value loss, trainer's values [n]) of the tokens of `rollouts`.
 
-        `plain` [n] are plain values, float64, whose graph the loss has. `num_tokens` is the number
-        of tokens that count over all ranks."""
+        `plain` [n] are the values by a plain forward pass, float64; the loss is differentiable with
+        respect to them. `num_tokens` is the number of loss tokens over all ranks."""
         values, old, target = (torch.cat(column) for column in zip(*self._columns, strict=True))
-        # The trainer's values with the plain gradient: else rounding would clip here what it does
-        # not clip there.
+        # v has the trainer's values and the gradient of the plain ones. If it had the plain values,
+        # rounding could move a value across the clip in only one of the two losses.
         v = plain + (values - plain).detach()
         errors = (v - target) ** 2
-        # PPO takes the larger of two errors. The clipped one is a constant.
+        # PPO takes the larger of two errors. The clipped one is constant, so it has no gradient.
         if self._clip is not None:
             steps = values - old
             clipped = (old + steps.clamp(-self._clip, self._clip) - target) ** 2
@@ -138,25 +146,25 @@ class SyntheticTargets:
 
 
 class ValueTargets(SyntheticTargets):
-    """The value targets of the policy's gradient check, if the critic's head learns in the policy's
-    update (the SyntheticValues of GradientCheck)."""
+    """Adds the value loss of a critic that is a value head on the policy to the policy's gradient
+    check (the SyntheticValues of GradientCheck)."""
 
     def __init__(self, critic: PolicyCritic, config: CriticConfig) -> None:
         super().__init__(config.clip_value, config.coef)
         self._critic = critic
-        # The decoder's outputs of each plain pass within `random_head`.
+        # The decoder's outputs in each plain pass that was made within `random_head`.
         self._states: list[Tensor] = []
-        # Weight and bias of the head as leaves of the plain loss.
+        # Copies of the head's weight and bias, in whose `grad` the plain loss leaves its gradient.
         self._head: tuple[Tensor, ...] = ()
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Returns an iterator over (name, parameter) of the head."""
+        """Returns an iterator over the head's (name, parameter) pairs."""
         return self._critic.model.named_parameters()
 
     @contextmanager
     def random_head(self) -> Iterator[None]:
-        """Returns a context manager. Within it the head adds a fixed random product, and the
-        decoder's outputs of plain passes are kept."""
+        """Returns a context manager within which a fixed random product is added to the head's
+        output, and the decoder's outputs in plain passes are kept."""
         model = self._critic.model
         with random_head(model.head), plain_states(model.policy) as self._states:
             yield
@@ -167,9 +175,9 @@ class ValueTargets(SyntheticTargets):
     ) -> LossTerm:
         """Collective. Returns the value loss, and compares the trainer's values with plain ones.
 
-        The states are those of the last plain pass within `random_head`, which was over the
-        contexts of `rollouts`. `num_tokens` is the number of tokens that count over all ranks. The
-        targets of `set_targets` are used once.
+        To be called within `random_head`, after a plain pass over the contexts of `rollouts`, whose
+        hidden states it uses. `num_tokens` is the number of loss tokens over all ranks. Forgets the
+        targets of `set_targets` afterwards.
         """
         states = self._states[-1]  # [S, L, D]
         _, sampled = padded_contexts(rollouts, states.device)
@@ -185,7 +193,7 @@ class ValueTargets(SyntheticTargets):
         if hidden:
             term, trainer_values = self.plain_loss(plain, rollouts, num_tokens)
             difference = relative_size(trainer_values - plain.detach(), plain.detach())
-        # The targets of set_targets.
+        # The targets have been used.
         self._columns = []
 
         @torch.no_grad()
@@ -196,7 +204,7 @@ class ValueTargets(SyntheticTargets):
             return relative_size(exact - plain, plain)
 
         result.check_difference(
-            "the value of a token, of the values' size,",
+            "the value of a token, relative to the values' size,",
             "values",
             difference,
             bound_by_noise(bound, difference, measure_noise, MAX_VALUE_BOUND),
@@ -204,21 +212,23 @@ class ValueTargets(SyntheticTargets):
         return term
 
     def check_head_gradient(self, result: CheckResult, bound: float) -> None:
-        """Collective. Compares the head's gradient, which FSDP summed over ranks, with the plain
-        gradients, which `relative_difference` sums over ranks. Drops the gradient."""
+        """Collective. Compares the head's gradient with that of the plain loss, and drops it.
+
+        FSDP has summed the head's gradient over the ranks; `relative_difference` sums the plain
+        gradients over the ranks."""
         reduced = []
         plain = []
         for parameter, leaf in zip(self._critic.model.head.parameters(), self._head, strict=True):
             assert leaf.grad is not None
-            # The backward pass was that of the negative plain loss.
+            # The check made the backward pass of the plain loss with a minus sign.
             plain.append(-leaf.grad.flatten())
             local = cast(DTensor, parameter.grad)._local_tensor.flatten()
-            # The head has one row, which one rank of each replica holds.
+            # FSDP shards by rows, and the head has only one: one rank of each replica holds it.
             is_here = is_first_replica(cast(DTensor, parameter)) and len(local)
             reduced.append(local if is_here else torch.zeros_like(plain[-1]))
         columns = [torch.cat(tensors).double().cpu().numpy() for tensors in (reduced, plain)]
         result.check_difference(
-            "the gradient of the value head, of its norm,",
+            "the gradient of the value head, relative to its norm,",
             "gradient",
             relative_difference(columns[0], columns[1]),
             bound,
@@ -227,32 +237,32 @@ class ValueTargets(SyntheticTargets):
 
 
 class CriticUpdateCheck(UpdateObserver):
-    """Checks what a critic learns: `run` compares its loss and gradient, and as an UpdateObserver
-    it then follows a few of its optimizer steps."""
+    """Checks a critic's training: `run` compares its loss and gradient with plain ones, and as an
+    UpdateObserver it then recomputes the critic's next optimizer steps."""
 
     def __init__(
         self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings, has_layers: bool
     ) -> None:
-        """`has_layers` is False for a head on the policy's layers, whose loss and gradient are
-        checked with the policy's."""
+        """`has_layers` is True for a critic that is a model of its own. The loss and gradient of a
+        value head on the policy are checked in the policy's gradient check."""
         self._critic = critic
         self._has_layers = has_layers
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
         policy = settings.optimizer
-        # The schedule's floor is the same fraction of the learning rate as the policy's.
+        # The ratio of min_lr to lr is the policy's.
         ratio = config.lr / policy.lr if policy.lr else 0.0
         optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
         num_steps = settings.training.num_run_optimizer_steps
         self._adamw = AdamwCheck(critic.model, critic, optimizer, num_steps)
-        # Optimizer steps that are still to be followed.
+        # The number of optimizer steps that are still to be recomputed.
         self._window = 0
-        # True if a step has to be made before the next check.
+        # True from a check until the critic has been updated.
         self._expects_step = False
 
     def run(self, result: CheckResult, groups: Sequence[RolloutGroup], batch: RolloutBatch) -> None:
-        """Collective. Checks loss and gradient on pieces of this rank's rollouts, and opens the
-        window of optimizer steps."""
+        """Collective. Checks loss and gradient on shortened rollouts of this rank, and makes the
+        next _WINDOW optimizer steps be recomputed."""
         if self._expects_step:
             result.errors.append("the critic has made no update since the last check")
         if self._has_layers:
@@ -263,7 +273,7 @@ class CriticUpdateCheck(UpdateObserver):
         self._expects_step = any(batch.num_loss_tokens)
 
     def before_backward(self, mini_batch: MiniBatch) -> None:
-        """Collective. Checks the denominators of a mini-batch."""
+        """Collective. Checks the numbers by which the mini-batch's loss is divided."""
         if self._window:
             self._adamw.begin(mini_batch)
 
@@ -273,8 +283,8 @@ class CriticUpdateCheck(UpdateObserver):
             self._adamw.read_gradients()
 
     def after_step(self, is_made: bool) -> None:
-        """Collective. Compares weights and moments with those of the plain AdamW. Raises Rank0Error
-        on every rank if they differ."""
+        """Collective. Compares weights and moments after the optimizer step with those that a plain
+        AdamW computes. Raises Rank0Error on every rank if they differ."""
         self._expects_step = False
         if self._window:
             self._adamw.end(is_made)
@@ -284,8 +294,8 @@ class CriticUpdateCheck(UpdateObserver):
     def _check_gradient(
         self, result: CheckResult, groups: Sequence[RolloutGroup], device: torch.device
     ) -> None:
-        """Collective. Compares loss and gradient of synthetic rows with plain ones, and leaves no
-        gradient behind."""
+        """Collective. Compares the trainer's loss and gradient on synthetic rows with those of
+        plain forward and backward passes. Leaves no gradient behind."""
         critic = self._critic
         model = critic.model
         assert isinstance(model, ValueModel)
@@ -297,15 +307,16 @@ class CriticUpdateCheck(UpdateObserver):
         handle = model.register_forward_hook(
             lambda _, inputs, values: targets.set_targets(inputs[0], values.detach())
         )
-        # Activation checkpointing may run layers again in the backward pass, which therefore is
-        # within plain attention too.
+        # The backward passes are within `use_plain_attention` too, because activation checkpointing
+        # runs layers again in them.
         with random_head(model.head):
             loss = critic.accumulate(MiniBatch(rows, num_tokens, num_sequences))
             handle.remove()
             norm = _gradient_norm(model)
 
             def plain_pass(sign: float) -> tuple[Tensor, LossTerm]:
-                """Adds the plain gradient, times a sign, to the parameters' gradients."""
+                """Adds the plain gradient, times `sign`, to the parameters' gradients. Returns the
+                plain values and their loss."""
                 plain = _plain_values(model, rollouts, device)
                 term = LossTerm((plain * 0.0).sum(), 0.0)
                 if rollouts:
@@ -314,7 +325,7 @@ class CriticUpdateCheck(UpdateObserver):
                 return plain, term
 
             with use_plain_attention(model.backbone):
-                # What is left is the difference.
+                # The gradients hold the trainer's minus the plain one.
                 plain, term = plain_pass(-1.0)
                 difference = _gradient_norm(model) / norm
                 critic.drop_gradient()
@@ -326,7 +337,7 @@ class CriticUpdateCheck(UpdateObserver):
                     return _gradient_norm(model) / norm
 
                 bound = bound_by_noise(self._gradient_bound, difference, measure_noise, math.inf)
-                # Without its gradient a difference is 1.
+                # A missing gradient would be a difference of 1, so such a bound finds no error.
                 if bound >= 1.0:
                     _log.warning(
                         "the critic's gradient is not compared: in bfloat16 rounding alone "
@@ -334,17 +345,17 @@ class CriticUpdateCheck(UpdateObserver):
                         bound,
                     )
                 critic.drop_gradient()
-        # A model that is not finite is for the update to report, which then skips the step.
+        # Values that are not finite are no error here: the update reports them and skips the step.
         if any_rank(not bool(plain.isfinite().all())):
             return
         result.check_difference(
-            "the value loss, of the size of what it sums,",
+            "the value loss, relative to the size of its terms,",
             "loss",
             abs(loss - float(term.value.detach())) / max(term.size, 1e-12),
             _LOSS_BOUND if rollouts else math.inf,
         )
         result.check_difference(
-            "the gradient of the critic, of its norm,",
+            "the gradient of the critic, relative to its norm,",
             "gradient",
             difference,
             bound,
@@ -358,8 +369,9 @@ def _gradient_norm(model: nn.Module) -> float:
 
 
 def plain_values(model: ValueModel | PolicyValues, rows: Tensor, routes: Tensor | None) -> Tensor:
-    """Collective. Returns values [S, L] of rows of one sequence each, by a plain pass. A head on
-    the policy sees the states of its replayed `routes`, a critic of its own takes its own."""
+    """Collective. Returns the values [S, L] of `rows` [S, L], each of one sequence, by a plain
+    forward pass. A value head on the policy reads states for which the policy replays the expert
+    choices `routes`; a critic that is a model of its own makes its own expert choices."""
     if not isinstance(model, PolicyValues):
         return model.plain_values(rows)
     with use_plain_routes(model.policy.model, routes):
@@ -369,10 +381,10 @@ def plain_values(model: ValueModel | PolicyValues, rows: Tensor, routes: Tensor 
 def _plain_values(
     model: ValueModel | PolicyValues, rollouts: Sequence[Rollout], device: torch.device
 ) -> Tensor:
-    """Collective. Returns the values [n] of the sampled tokens, float64 with their graph, by a
-    plain pass; one value without a rollout."""
+    """Collective. Returns the values [n] of the sampled tokens by a plain pass, float64 and with
+    their autograd graph; without rollouts the values of placeholder tokens."""
     rows, sampled = padded_contexts(rollouts, device)
     values = plain_values(model, rows, plain_routes(rollouts, device))
-    # The value of a token is that of the position that predicts it.
+    # A token's value is the one at the position before it, which predicts the token.
     pieces = [values[number, positions - 1] for number, positions in enumerate(sampled)]
     return torch.cat(pieces or [values[0]]).double()

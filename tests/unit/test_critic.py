@@ -223,9 +223,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     )
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": "long"})
     assert "critic.lam_policy" in _refusal(tmp_path, critic={"path": "c", "lam_policy": 1.5})
-    assert "there is none that counts" in _refusal(
-        tmp_path, rewards=[{"name": "exact", "weight": 0}]
-    )
+    assert "no reward has a weight" in _refusal(tmp_path, rewards=[{"name": "exact", "weight": 0}])
     assert "critic.path is empty" in _refusal(
         tmp_path, critic={"path": " "}, advantage=GAE["advantage"]
     )

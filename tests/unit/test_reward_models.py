@@ -64,7 +64,7 @@ def build_config(folder: Path, models: Path, *rewards: dict[str, Any], **section
         ),
         (
             {"model": "x", "function": "y.py:f"},
-            "rewards.0 has function and model, and a reward is one of them; make it two entries",
+            "rewards.0 has function and model, but a reward has only one of them",
         ),
         (
             {"model": "x", "args": {"a": 1}},

@@ -416,7 +416,7 @@ URL = "http://127.0.0.1:8000/v1/completions"
     [
         (
             ["teacher.path=here", f"teacher.url={URL}"],
-            "teacher has path and url, and is one of them",
+            "teacher has both path and url, and only one can be used",
         ),
         (
             ["teacher.path=here", "teacher.model=x"],

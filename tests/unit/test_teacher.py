@@ -421,7 +421,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ),
         (
             [on, "rewards.0.weight=0", *penalised, "environment.tools=[python]"],
-            "a teacher alone: without a reward that",
+            "a teacher alone: no reward has a weight",
         ),
         (["rewards=[]", "environment.tools=[python]"], "rewards must name at least one reward"),
         ([on, "teacher.prompt_key=hint"], "no column 'hint' (teacher.prompt_key)"),

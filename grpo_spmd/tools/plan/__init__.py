@@ -1,6 +1,7 @@
-"""`python -m grpo_spmd.plan`: memory of a rank by phase and time of a step, without a GPU.
+"""`python -m grpo_spmd.plan`: predicts a rank's memory by phase and the time of a step, without a
+GPU.
 
-Not here: vllm, processes, real tensors, and exact arithmetic without torch, which is in checks/.
-Imports only rooms that stand before `tools` in tests/support/house.py; from model/ and learn/ what
-it runs on fake tensors.
+This room uses no vllm, no further processes and no real tensors. Memory that can be counted without
+torch is counted in checks/. It imports only rooms that stand before `tools` in
+tests/support/house.py, and from model/ and learn/ the code that it runs on fake tensors.
 """

@@ -34,8 +34,10 @@ _COLUMNS = 100
 
 
 def main() -> None:
+    """Runs the command. The exit code is 0 if the config fits, 1 if it does not, 2 for an error."""
     hold_standard_streams()
-    # Nothing is downloaded, whatever the config names. huggingface_hub reads this at its import.
+    # Nothing is downloaded, even if the config names a hub id. huggingface_hub reads this variable
+    # when it is imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     args = _parser().parse()
     try:
@@ -56,7 +58,8 @@ def main() -> None:
 
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
-    """Returns True if the config fits, with --suggest also if it fits after printed overrides."""
+    """Prints the plan, or with --suggest only overrides. Returns True if the config fits, with
+    --suggest also if it fits with the printed overrides."""
     from grpo_spmd.tools.plan.phases import (
         decide,
         facts_from_config,
@@ -69,7 +72,7 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
     def plan_with(overrides: Sequence[str]) -> Plan:
-        # What auto became stays as it is: a suggestion changes as little as it can.
+        # The values chosen for auto stay as they are, so that a suggestion changes little.
         config = load_config(args.config, [*args.overrides, *_decided_overrides(plan), *overrides])
         _check_config(config, args)
         return plan_of(config)
@@ -100,7 +103,8 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
 
 
 def _lora_text(proposals: Sequence[Suggestion]) -> str:
-    """Returns the words about a suggestion that fits because it trains adapters alone."""
+    """Returns the end of a sentence about a suggestion that fits because it trains only adapters;
+    "" if there is none."""
     fitting = [item for item in proposals if item.plan.fits and item.changes_training]
     if not fitting:
         return ""
@@ -108,7 +112,7 @@ def _lora_text(proposals: Sequence[Suggestion]) -> str:
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
-    """Returns overrides with what a planned config has in the place of auto, or was set to."""
+    """Returns overrides that set the keys of DECIDED_KEYS to their values in the planned config."""
     values = decided_values(plan.case.config)
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
@@ -116,6 +120,8 @@ def _decided_overrides(plan: Plan) -> list[str]:
 def _text_lines(
     plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
 ) -> Iterator[str]:
+    """Yields the lines of the printed plan. `proposals` are suggestions with which a plan that does
+    not fit might fit; `advised` is one with a larger KV cache."""
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
     yield _fill(
@@ -140,7 +146,7 @@ def _text_lines(
         "own tensors); counted: the rest"
     )
     yield _fill(f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}")
-    # A step may have fewer sequences than fit.
+    # A step may have fewer sequences than fit into the cache.
     num_running = min(cache.full_length, cache.sequences)
     yield _fill(
         f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
@@ -176,7 +182,7 @@ def _text_lines(
 
 
 def _fill(line: str, *, indent: int = 4) -> str:
-    """Returns the line broken between words, with `indent` blanks before what follows."""
+    """Returns the line wrapped at _COLUMNS, with its second and later lines indented by blanks."""
     return textwrap.fill(
         line,
         _COLUMNS,
@@ -189,14 +195,15 @@ def _fill(line: str, *, indent: int = 4) -> str:
 def _as_json(
     plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
 ) -> dict[str, Any]:
+    """Returns the plan as --json writes it."""
     cache = plan.kv_cache
     return {
         "fits": plan.fits,
-        "cannot_fit": plan.cannot_fit,  # by counted bytes alone
+        "cannot_fit": plan.cannot_fit,  # even without the estimated bytes
         "decided": decided_values(plan.case.config),
         "margin_gib": plan.margin_gib,
         "tightest_phase": plan.tightest,
-        "is_prediction": True,  # never compared with a GPU
+        "is_prediction": True,  # no plan has been compared with a GPU
         "gpu": asdict(plan.case.card),
         "num_ranks": plan.case.num_ranks,
         "num_parameters": plan.case.model.num_parameters,
@@ -224,6 +231,7 @@ def _as_json(
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
+    """Returns a suggestion as --json writes it."""
     plan = suggestion.plan
     return {
         "overrides": list(suggestion.overrides),
@@ -236,7 +244,7 @@ def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
 
 
 def _gib_by_name(usage: Mapping[str, int]) -> dict[str, float]:
-    """Returns the GiB of each purpose, the largest first."""
+    """Returns the GiB for each purpose of a usage, the largest first, without those of 0 bytes."""
     return {
         name: size / GIB
         for name, size in sorted(usage.items(), key=lambda item: -item[1])
@@ -251,7 +259,8 @@ def _join_usage(usage: Mapping[str, int]) -> str:
 def _engine_sizes(
     config: Config, model: Mapping[str, Any], args: argparse.Namespace
 ) -> Sequence[int]:
-    """Returns how many ranks an engine may have; `model` is config.json."""
+    """Returns the numbers of ranks that an engine may have, in ascending order. `model` is the
+    contents of config.json."""
     if config.rollout.tensor_parallel_size != "auto":
         return (config.rollout.engine_ranks,)
     sizes = [1]
@@ -265,9 +274,10 @@ def _engine_sizes(
 
 
 def _check_config(config: Config, args: argparse.Namespace) -> Path:
-    """Returns the model's folder.
+    """Checks the config and returns the model's folder.
 
-    Raises ConfigError for a config that cannot run on so many ranks, or a model that cannot train.
+    Raises ConfigError if the config cannot run on this number of ranks, or the model cannot be
+    trained.
     """
     check_world_size(config, args.ranks, args.ranks_per_node)
     path = config.model.path

@@ -1,11 +1,12 @@
-"""Peak memory of a forward and backward pass, measured on fake tensors with the project's policy.
+"""Measures the peak memory of a forward and backward pass by running the project's policy on fake
+tensors.
 
-The passes run with three and with four layers. Each further layer adds the same bytes, so the two
-runs are extrapolated to the model's depth. The first and the last layers, the lm_head and the
-gradients outside the layers are measured themselves; the layers between them lie on a line.
+The passes are run with three and with four layers. Each further layer adds the same number of
+bytes, so the two results are extrapolated linearly to the model's depth. The first and the last two
+layers have names of their own in the results, and the layers between them share one.
 
-The state between updates is counted in checks/memory.py, and memory without tensors in
-step_time.py. A *moment* is a part of a pass, such as "forward of layer 2", with its own peak.
+The state between updates is counted in checks/memory.py, and memory outside of tensors in
+step_time.py. A *moment* is a part of a pass, such as "forward: last", with its own peak.
 """
 
 from __future__ import annotations
@@ -44,39 +45,39 @@ from grpo_spmd.model.policy import DTYPES, Policy, logit_settings, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
-Usage = Counter[str]  # bytes by what they are for
-_NUM_LAYERS = (3, 4)  # of the two runs
+Usage = Counter[str]  # bytes by purpose
+_NUM_LAYERS = (3, 4)  # the numbers of layers in the two runs
 _GATHERED = "gathered parameters"
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """Holds the most bytes that a rank needs in addition to its state, by purpose."""
+    """The peaks of the memory that a rank needs in addition to its state, by purpose."""
 
-    scoring: Usage  # without gradients
-    update: Usage
+    scoring: Usage  # in a forward pass without gradients
+    update: Usage  # in a forward and backward pass
 
 
 @dataclass(frozen=True)
 class Pass:
-    """Describes one micro-batch of one rank, and everything that its memory depends on."""
+    """The passes over one micro-batch of a rank, and everything on which their memory depends."""
 
-    folder: Path  # with config.json
+    folder: Path  # of the model's config.json
     model: ModelConfig
     loss: LossConfig
     num_ranks: int
-    lengths: tuple[tuple[int, int], ...]  # prompt and completion tokens of its rollouts
-    accumulates: bool  # gradients of an earlier micro-batch exist
-    scores: bool  # a pass for logprobs comes before the update
-    on_gpu: bool
+    lengths: tuple[tuple[int, int], ...]  # (prompt tokens, completion tokens) of each rollout
+    accumulates: bool  # True: gradients of an earlier micro-batch exist already
+    scores: bool  # True: a pass for logprobs comes before the update
+    on_gpu: bool  # True: count as on a GPU, where operators differ from those of a CPU
 
     def run(self, num_layers: int) -> tuple[dict[str, Usage], int]:
-        """Returns the peaks by moment with `num_layers` layers, and the model's depth."""
+        """Returns (peaks by moment with `num_layers` layers, depth of the whole model)."""
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
         policy = self._build_policy(shallow(hf_config, num_layers))
         layers = list(decoder_layers(policy.model))
-        # Before sharding: gathered tensors and gradients have these shapes.
+        # The shapes before sharding, which gathered parameters and gradients have.
         shapes = {tuple(parameter.shape) for parameter in policy.parameters()}
         live = LiveBytes(shapes, hf_config.vocab_size, on_gpu=self.on_gpu)
         mark(live, layers)
@@ -86,7 +87,7 @@ class Pass:
             live,
         ):
             shard_over_ranks(policy, layers, mesh, DTYPES[self.model.dtype], reshard_root=False)
-            # Fake tensors: nothing is allocated.
+            # Nothing is allocated, since the tensors are fake.
             policy.to_empty(device="cpu")
             policy.model.tie_weights()
             state = live.live()
@@ -97,35 +98,40 @@ class Pass:
         return live.peaks, depth
 
     def _build_policy(self, hf_config: Any) -> Policy:
-        """As build_policy does, up to the weights. Not on fake tensors: transformers computes with
-        some tensors here."""
+        """Returns a policy without weights, built like in build_policy.
+
+        It is not built under FakeTensorMode, because transformers reads the values of some tensors
+        in its constructors."""
         trains_all = not self.model.lora.rank
         stored = torch.float32 if trains_all else DTYPES[self.model.dtype]
-        # What a rank chooses on a GPU; flash-attn, if installed, keeps the same tensors.
+        # The attention that a rank chooses on a GPU. flash-attn would keep the same tensors.
         is_varlen = self.on_gpu and self.model.attention != "sdpa"
         attention: Literal["varlen", "sdpa"] = "sdpa"
         if is_varlen and self.model.dtype == "bfloat16":
             attention = "varlen"
         with torch.device("meta"):
-            # A machine without triton counts the plain code's buffers, which are larger.
+            # Without triton on this machine the plain code is run, whose buffers are larger.
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
             logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
             policy = Policy(hf_config, logits, attention, stored)
             if policy.saved:
-                # As on a GPU. A loop over experts would ask fake tensors for numbers.
+                # The implementation on a GPU. A loop over experts would need values, which fake
+                # tensors lack.
                 policy.model.set_experts_implementation("grouped_mm")
             policy.requires_grad_(trains_all)
             if not trains_all:
                 lora.add_adapters(policy.model, self.model.lora)
         recompute = self.model.recompute
         if self.model.compile and not recompute:
-            # About what a compiled layer keeps (model/policy.py).
+            # A compiled layer keeps about as much as selective checkpointing (model/policy.py).
             recompute = "selective"
         for layer in decoder_layers(policy.model):
             set_up_layer(layer, recompute, compile=False)
         return policy.train()
 
     def _run_passes(self, policy: Policy, live: LiveBytes) -> None:
+        """Runs a pass for logprobs, if the config has one, and a forward and backward pass, while
+        `live` counts."""
         max_tokens = max(completion for _, completion in self.lengths)
         updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), max_tokens)
         rollouts = [
@@ -149,7 +155,7 @@ class Pass:
 
 @lru_cache(maxsize=64)
 def peaks_of(work: Pass) -> Peaks:
-    """Returns the peaks of the whole model.
+    """Returns the peaks of the passes with the model's full depth.
 
     Raises ConfigError if transformers cannot build or run the model.
     """
@@ -163,10 +169,8 @@ def peaks_of(work: Pass) -> Peaks:
 
 
 def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
-    """Returns the peaks of the whole model by moment.
-
-    `run(num_layers)` returns the peaks with so many layers, and the model's depth.
-    """
+    """Returns the peaks by moment with the model's full depth, extrapolated from runs with fewer
+    layers. `run` is Pass.run."""
     few, more = _NUM_LAYERS
     peaks, depth = run(few)
     if depth > few:
@@ -180,10 +184,8 @@ def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[st
 
 
 def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Returns the shapes of the model that transformers builds from config.json.
-
-    A tied lm_head counts once. Raises ConfigError.
-    """
+    """Returns the parameter shapes, by name, of the model that transformers builds from
+    config.json. A tied lm_head is left out. Raises ConfigError."""
     with torch.device("meta"):
         model = build_hf_model(load_config(str(folder)), str(folder))
     model.tie_weights()
@@ -191,9 +193,9 @@ def parameter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def shallow(hf_config: Any, num_layers: int) -> Any:
-    """Returns a copy of transformers' config with fewer layers."""
+    """Returns a copy of a transformers config with at most `num_layers` layers."""
     config, depth = copy.deepcopy(hf_config), hf_config.num_hidden_layers
-    # Some lists have an entry for each layer: its kind, or whether it has rotary embeddings.
+    # Lists of this length have an entry for each layer, for example its type.
     for name, value in vars(hf_config).items():
         if isinstance(value, list) and len(value) == depth:
             setattr(config, name, value[:num_layers])
@@ -202,13 +204,11 @@ def shallow(hf_config: Any, num_layers: int) -> Any:
 
 
 def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
-    """Makes `live` begin a named phase of its record at each layer, forward and backward.
-
-    The hooks on tensors keep nothing alive.
-    """
+    """Adds hooks to the layers with which `live` begins a new moment at each layer, in the forward
+    and in the backward pass. The hooks keep no tensor alive."""
 
     def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
-        # The phase begins when this tensor's gradient is ready.
+        # The moment begins when this tensor's gradient is ready.
         if tensor.requires_grad:
             tensor.register_hook(lambda _: live.begin(f"backward: {name}", is_backward=True))
 
@@ -234,7 +234,8 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
 
 @contextmanager
 def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
-    """Yields a mesh of `num_ranks` ranks. Only this rank exists, and collectives do nothing."""
+    """Returns a context manager that yields a mesh of `num_ranks` ranks. Only this rank exists, and
+    collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)
@@ -243,20 +244,20 @@ def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
 
 
 class _Account:
-    """Holds the bytes that are counted for one storage, and what they are for."""
+    """The bytes that are counted for one storage, and their purpose."""
 
     def __init__(self, kind: str) -> None:
         self.num_bytes, self.kind = 0, kind
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the live bytes of fake tensors by what they are for, with the peak of each moment.
+    """Counts the live bytes of fake tensors by kind (their purpose), with the peak of each moment.
 
-    It follows every storage from the operator that makes it to its end, also through FSDP's
-    `resize_`. The kind of a storage follows from its shape and the time when it was made:
-    [..., V] is logits; what FSDP resizes, and a flat row made in the forward pass, holds gathered
-    parameters; a parameter's shape or a flat row of the backward pass is a gradient; the rest are
-    activations. `on_gpu`: count as on a GPU where a CPU's operators differ.
+    A storage is counted from the operator that makes it until it is freed, and FSDP's `resize_`
+    changes its size. Its kind is inferred from its shape and the time when it was made. The kinds
+    are logits (shape [..., V]), gathered parameters (resized by FSDP, or a large flat tensor in the
+    forward pass), gradients (a parameter's shape, or a flat tensor, in the backward pass), and
+    activations (all others). With `on_gpu`, operators are counted as on a GPU where a CPU's differ.
     """
 
     def __init__(
@@ -271,12 +272,14 @@ class LiveBytes(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
     def __enter__(self) -> LiveBytes:
+        """Begins to count."""
+
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
             resized = self._resize(storage, size)
             self._count(storage, _GATHERED)
             return resized
 
-        # FSDP frees and allocates gathered parameters by it.
+        # FSDP frees and allocates gathered parameters with `resize_`, which no dispatch mode sees.
         setattr(torch.UntypedStorage, "resize_", resize)  # noqa: B010
         super().__enter__()
         return self
@@ -286,16 +289,18 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def begin(self, moment: str, *, is_backward: bool = False) -> None:
-        """Begins a moment: live bytes now count towards its peak."""
+        """Begins a moment, to whose peak the live bytes count from now on."""
         self._moment, self._peak, self._is_backward = moment, -1, is_backward
         self._update_peak()
 
     def live(self) -> Usage:
+        """Returns the bytes that are live now, by kind."""
         return Counter({kind: size for kind, size in self._usage.items() if size})
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator and counts its outputs, and memory that it only needs while it runs."""
         if any(issubclass(kind, DTensor) for kind in types):
-            # DTensor runs first; then its local operators come here.
+            # Let DTensor handle the operator first. Its operators on local tensors come here again.
             return NotImplemented
         output = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(output):
@@ -305,21 +310,22 @@ class LiveBytes(TorchDispatchMode):
             self._update_peak(_attention_workspace(args))
         is_cast_add = func is torch.ops.aten.add_.Tensor and args[0].dtype != args[1].dtype
         if is_cast_add and not self._on_gpu:
-            # A CPU casts the second operand first.
+            # A CPU makes a temporary copy of the second operand in the first one's dtype.
             self._update_peak(args[0].nbytes)
         return output
 
     def _count_output(self, func: Any, args: Any, tensor: torch.Tensor) -> None:
+        """Counts the storage of an operator's output, except where real tensors need none."""
         shape = tuple(tensor.shape)
         is_product = self._on_gpu and func is torch.ops.aten.mm.default
         if is_product and shape[0] == self._vocabulary and tensor.dtype != torch.float32:
-            # The product for the lm_head's float32 gradient: a GPU adds it in place
-            # (logprobs.add_product).
+            # This product is a part of the lm_head's float32 gradient. On a GPU it is added to the
+            # gradient in place and takes no memory (logprobs.add_product).
             return
         is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
         if is_sum and shape in self._shapes:
-            # The sum of a tied parameter's gradients. Autograd adds real gradients in place, but
-            # makes a new tensor of fake ones: it takes the place of one of them.
+            # The sum of a tied parameter's two gradients. Autograd adds real gradients in place,
+            # but makes a new tensor for fake ones, so one of the two is no longer counted.
             accounts = (self._accounts.get(argument.untyped_storage()) for argument in args[:2])
             for account in accounts:
                 if account and account.num_bytes == tensor.untyped_storage().nbytes():
@@ -328,16 +334,19 @@ class LiveBytes(TorchDispatchMode):
         self._count(tensor.untyped_storage(), self._kind_of(tensor))
 
     def _resize_account(self, account: _Account, num_bytes: int) -> None:
+        """Changes the number of bytes that are counted for a storage."""
         self._usage[account.kind] += num_bytes - account.num_bytes
         account.num_bytes = num_bytes
 
     def _kind_of(self, tensor: torch.Tensor) -> str:
+        """Returns the kind of a new storage, by the rules in the docstring of the class."""
         shape = tuple(tensor.shape)
         is_parameter = len(shape) > 1 and shape in self._shapes
         is_flat = len(shape) == 1 and tensor.is_floating_point()
         if self._is_backward and (is_parameter or is_flat):
             return "gradients"
-        # While scores are computed nothing is gathered, and the lm_head's gradient is made.
+        # In the moment "scores" no parameters are gathered, so a tensor with a parameter's shape is
+        # the lm_head's gradient.
         if self._moment == "gradients" or (is_parameter and self._moment == "scores"):
             return "gradients"
         if len(shape) > 1 and shape[-1] == self._vocabulary:
@@ -345,19 +354,22 @@ class LiveBytes(TorchDispatchMode):
         return _GATHERED if is_flat and tensor.numel() > 1 << 16 else "activations"
 
     def _count(self, storage: torch.UntypedStorage, kind: str) -> None:
+        """Counts a storage with its present size, until it is freed."""
         account = self._accounts.get(storage)
         if account is None:
             account = self._accounts[storage] = _Account(kind)
             weakref.finalize(storage, self._resize_account, account, 0)
         num_bytes = storage.nbytes()
         if kind == _GATHERED and num_bytes != account.num_bytes:
-            # FSDP resizes a storage that was made as something else.
+            # A storage that FSDP resizes holds gathered parameters, whatever it was counted as.
             self._resize_account(account, 0)
             account.kind = kind
         self._resize_account(account, num_bytes)
         self._update_peak()
 
     def _update_peak(self, workspace: int = 0) -> None:
+        """Records the live bytes if they are the moment's peak. `workspace` are bytes that an
+        operator allocates while it runs."""
         total = self._usage.total() + workspace
         if total > self._peak:
             self._peak = total
@@ -365,11 +377,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _attention_workspace(args: Any) -> int:
-    """Returns the bytes that flash attention's backward kernel allocates.
+    """Returns the bytes that flash attention's backward kernel allocates while it runs.
 
-    In flash_api.cpp, `mha_varlen_bwd`, they are
-    the query's gradient in float32, and with fewer KV heads than heads the gradients of key and
-    value for each head."""
+    According to `mha_varlen_bwd` in flash_api.cpp they are the query's gradient in float32, and if
+    there are fewer KV heads than heads, the gradients of key and value for each head."""
     _, query, key = args[:3]
     expanded = 0 if key.shape[1] == query.shape[1] else 2 * query.numel() * query.element_size()
     return int(4 * query.numel() + expanded)

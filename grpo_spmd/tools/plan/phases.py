@@ -1,13 +1,13 @@
-"""Plans a config: adds up what is live on one rank in each phase of a step, and suggests changes.
+"""Plans a config: predicts the memory of one rank in each phase of a step, and suggests changes.
 
-`make_plan` returns a Plan: the bytes in each phase, the bytes in host memory, and the time of a
+`make_plan` returns a Plan: the device memory in each phase, the host memory, and the time of a
 step. `suggestions` searches for config overrides with which a plan that does not fit would fit.
 
-Words: a *phase* is a part of a step (rollout, update, ...; PHASES in config/schema.py). A *usage*
-maps a purpose, such as "gradients", to bytes. A *peak* is the usage at the moment with the most
-bytes. A *side model* is a teacher, critic or reward model (checks/signals.py). Teachers and a
-critic wait in host memory while the engine is awake. Reward models are on the device only while
-they score, and the engine sleeps meanwhile.
+A *phase* is a part of a step (rollout, update, ...; PHASES in config/schema.py). A *usage* maps
+purposes, such as "gradients", to bytes. A *peak* is the usage at the moment with the most bytes. A
+*side model* is a teacher, critic or reward model (checks/signals.py). Teachers and a critic wait in
+host memory while the engine is awake. Reward models are on the device only while they score, and
+the engine sleeps meanwhile.
 """
 
 from __future__ import annotations
@@ -74,21 +74,21 @@ from grpo_spmd.tools.plan.step_time import (
     with_fragmentation,
 )
 
-# The prompt and completion tokens of some rollouts.
+# (prompt tokens, completion tokens) of each of some rollouts.
 Lengths = Sequence[tuple[int, int]]
 # Tokens in one block of vLLM's KV cache on a GPU.
 _BLOCK = 16
 # The smallest chunk of logits that is suggested.
 _MIN_CHUNK = 256
-# Fraction of the card that stays free where more memory is advised for the KV cache.
+# Fraction of the card that stays free if more memory is suggested for the KV cache.
 _SPARE = 0.05
-# Adapters of this rank are planned where nothing else fits.
+# This is suggested if nothing else fits.
 _LORA = "model.lora.rank=16"
 # The phases in which the engine sleeps.
 _TRAINER_PHASES = ("logprobs", "update", "checkpoint")
-# The smallest micro-batch that auto becomes, if it holds a rollout.
+# auto never chooses fewer tokens for a micro-batch (or more, if a rollout needs more).
 _MIN_MICRO_BATCH = 1024
-# Purposes whose bytes are estimates (step_time.py); those of all others are counted.
+# Purposes whose bytes are estimated (step_time.py). The bytes of all others are counted.
 _ESTIMATED = frozenset(
     {
         "CUDA context",
@@ -107,7 +107,7 @@ _ESTIMATED = frozenset(
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """Holds a side model's bytes on a rank, and its peaks over the largest micro-batch."""
+    """The memory that a side model takes on one rank."""
 
     side: SideModel
     # The model's shapes, with the head that the run gives it.
@@ -115,33 +115,30 @@ class PlannedModel:
     num_bytes: int
     # Bytes of the gradients; 0 for a frozen model.
     gradients: int
+    # Its peaks in passes over the largest micro-batch.
     peaks: Peaks
-    # A teacher's results, which stay on the device from the phase "logprobs" to the update.
+    # A teacher's scores, which stay on the device from the phase "logprobs" to the update.
     answers: Usage
 
     @property
     def waits(self) -> bool:
-        """True if the model is on the device from a rollout's end to the next weight sync.
-
-        A reward model is on the device only while it scores.
-        """
+        """True for a teacher or critic, which is on the device from the end of the rollout to the
+        next weight sync; False for a reward model, which is there only while it scores."""
         return self.side.kind != "reward model"
 
 
 def plan_side_models(case: Case) -> list[PlannedModel]:
-    """Returns all side models with their bytes and peaks over the largest micro-batch.
+    """Returns the memory of all side models of the config.
 
-    Raises ConfigError, also if the config.json of a model is not here.
+    Raises ConfigError, for example if the config.json of a model is not on this machine.
     """
     return [_plan_model(side, case) for side in side_models(case.config)]
 
 
 def _plan_model(side: SideModel, case: Case) -> PlannedModel:
-    """Returns the memory that a teacher, critic or reward model takes on one rank.
-
-    Counted are weights, gradients, the peaks of its passes over the largest micro-batch, and a
-    teacher's answers, which stay until the update. Raises ConfigError.
-    """
+    """Returns the memory that a teacher, critic or reward model takes on one rank: weights,
+    gradients, the peaks of its passes over the largest micro-batch, and a teacher's scores. Raises
+    ConfigError."""
     folder, config = folder_with_config(side.path, side.key, side.revision), case.config
     facts = facts_from_config(folder)
     facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
@@ -150,7 +147,7 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     model = replace(work.model, lora=LoraConfig())
     peaks = peaks_of(replace(work, model=model, accumulates=trains, scores=True))
     if side.kind != "teacher":
-        # The dry run always measures an lm_head, which these models lack.
+        # The dry run always has an lm_head, but these models have none.
         scoring, update = peaks.scoring.copy(), peaks.update.copy()
         del scoring["logits"], update["logits"]
         peaks = Peaks(scoring, update)
@@ -166,17 +163,16 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
 
 
 def facts_from_config(folder: Path) -> ModelFacts:
-    """Returns a model's sizes by its config.json alone.
-
-    Weights beside it may be incomplete, or another model's. Raises ConfigError or OSError.
-    """
+    """Returns a model's sizes according to its config.json alone, since weights in the same folder
+    may be incomplete or another model's. Raises ConfigError or OSError."""
     config = text_config(read_model_config(folder))
     shapes = shapes_from_config(config) or parameter_shapes(folder)
     return ModelFacts(shapes, config, "config.json")
 
 
 def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
-    """Returns a causal LM's shapes with the head of this kind of model in place of the lm_head."""
+    """Returns the parameter shapes of a side model of this kind: those of a causal LM (`shapes`),
+    for a critic or reward model with its own head in place of the lm_head."""
     if kind == "teacher":
         return shapes
     num_labels = 1 if kind == "critic" else len(config.get("id2label") or (0, 1))
@@ -185,19 +181,17 @@ def with_head(kind: Kind, shapes: Shapes, config: dict[str, Any]) -> Shapes:
 
 
 def teacher_answers(case: Case, side: SideModel) -> Usage:
-    """Returns the bytes of a teacher's results for all rollouts of a rank.
-
-    `case` has the teacher as its model.
-    """
+    """Returns the bytes of a teacher's scores of all rollouts of a rank; an empty usage for other
+    side models. `case.model` is the teacher."""
     if side.kind != "teacher" or case.model.dimensions is None:
         return Usage()
     teacher, sizes = case.config.teacher, case.sizes
-    # The results of all rollouts are kept until the update.
+    # The scores of all rollouts are kept until the update.
     tokens = case.num_rollouts * case.config.rollout.max_completion_tokens
     row = sizes.hidden * case.itemsize
     results = {
         "sampled": {"logprobs": 4 * tokens},
-        # A logprob and an int64 token id each.
+        # For each token a float32 logprob and an int64 id.
         "topk": {"likeliest tokens": 12 * teacher.top_k * tokens},
         "full": {"hidden states": tokens * row, "lm_head": sizes.vocabulary * row},
     }
@@ -205,7 +199,8 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
 
 
 def shared_answers(case: Case) -> Usage:
-    """Returns the bytes of the results of teachers that have no weights of their own."""
+    """Returns the bytes of the scores of teachers that share the policy's or the reference's
+    weights."""
     answers = Usage()
     for name, path in case.config.teacher.paths.items():
         if is_shared_teacher(case.config, path):
@@ -215,10 +210,10 @@ def shared_answers(case: Case) -> Usage:
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) -> Peaks:
-    """Returns the policy's peaks merged with those of the side models in the same phases.
+    """Returns the peaks of scoring and update over the policy and the side models of these phases.
 
-    The models run one after the other, so the largest peak counts. The teachers' results are added
-    to `answers`, those of shared models.
+    The models run one after the other, so the largest peak counts. The scores of all teachers are
+    added to it: `answers` has those of teachers without weights of their own.
     """
     scoring, update = [peaks.scoring], [peaks.update]
     for model in models:
@@ -226,18 +221,19 @@ def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) ->
             answers = answers + model.answers
             scoring.append(model.peaks.scoring)
         if model.side.kind == "critic":
-            # AdamW needs all gradients at one time.
+            # The optimizer step needs all gradients at the same time.
             update += [model.peaks.update, Usage(gradients=model.gradients)]
     largest = (max(usages, key=Usage.total) for usages in (scoring, update))
     return Peaks(*(usage + answers for usage in largest))
 
 
 def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths) -> Peaks:
-    """Returns the peaks with the value head of a critic on the policy's layers added.
+    """Returns the peaks, with the memory of a value head on the policy added if the config has one.
 
-    The head has its state, its gradient, and its float32 inputs for the completions of the largest
-    micro-batch. `hidden` is the size of one input.
+    The memory is the head's state, its gradient, and its float32 inputs for the completions of the
+    largest micro-batch. `hidden` is the size of one input, `lengths` are those of the rollouts.
     """
+    # is_on_policy: the critic is a value head on the policy's own model.
     if not config.critic.is_on_policy:
         return peaks
     num_tokens = sum(completion for _, completion in lengths)
@@ -250,16 +246,16 @@ def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths)
 def add_time(
     seconds: dict[str, float], case: Case, models: Sequence[PlannedModel]
 ) -> dict[str, float]:
-    """Returns the time of a step with that of the side models added.
+    """Returns the seconds of each phase with the time of the side models added.
 
-    Each model makes a forward pass over the rollouts, the critic also an update. All are copied to
-    and from host memory.
+    Each model makes a forward pass over the rollouts, and the critic also an update. All are copied
+    to and from host memory. Changes and returns `seconds`.
     """
     training = case.config.training
     for model in models:
         kind = model.side.kind
         forward = 0.0
-        # Of an odd family nothing is known.
+        # Without known dimensions the time of the passes is not estimated.
         if model.facts.dimensions is not None:
             forward = forward_s(replace(case, model=model.facts), has_lm_head=kind == "teacher")
         copy = model.num_bytes / (case.card.host_gb_s * 1e9)
@@ -287,32 +283,34 @@ def add_time(
 
 @dataclass(frozen=True)
 class KvCache:
-    """Describes the KV cache of one engine."""
+    """The predicted KV cache of one engine."""
 
-    # The cache's bytes on one rank.
+    # Bytes of the cache on one rank.
     num_bytes: int
-    # Tokens that fit into the cache.
+    # Number of tokens that fit into the cache.
     tokens: int
-    # Bytes for the engine's longest text: a rollout, or a judge's prompt and reply.
+    # Bytes for the engine's longest sequence: a rollout, or a judge's prompt and reply.
     longest_bytes: int
-    # Tokens of all sequences of a step at full length. A group holds its prompt once.
+    # Number of tokens of all the engine's sequences of a step at full length, if the cache holds
+    # the prompt of each group once.
     needed_tokens: int
-    # Sequences of full length that run at one time.
+    # Number of sequences of full length that can run at the same time.
     full_length: int
-    # Sequences of one step.
+    # Number of the engine's sequences of one step.
     sequences: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A Plan is the prediction for one config on one kind of card."""
+    """The prediction for one config on one kind of card."""
 
     case: Case
-    # Bytes on the device at each phase's peak.
+    # The device memory of one rank at the peak of each phase.
     phases: dict[str, Usage]
-    # Bytes in the host memory of one rank.
+    # The host memory of one rank.
     host: Usage
     kv_cache: KvCache
+    # The seconds of each phase.
     time: dict[str, float]
 
     def peak_gib(self, phase: str) -> float:
@@ -334,14 +332,15 @@ class Plan:
 
     @property
     def margin_gib(self) -> float:
-        """The free GiB in the tightest phase; also negative if the KV cache holds no rollout."""
+        """The free GiB in the tightest phase; if the KV cache is too small for one sequence, the
+        (negative) missing GiB where that is less."""
         spare = (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
     @property
     def engine_margin_gib(self) -> float:
-        """The free GiB in the tightest of the phases in which the engine is awake, or in its KV
-        cache beside the longest text, if those are fewer."""
+        """The free GiB for the engine: the lesser of what is free in the tightest phase in which it
+        is awake, and what its KV cache has beyond its longest sequence."""
         awake = [self.margin_of(name) for name in self.phases if name not in _TRAINER_PHASES]
         return min(*awake, (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB)
 
@@ -351,8 +350,11 @@ class Plan:
 
     @property
     def cannot_fit(self) -> bool:
-        """True if the counted bytes alone are more than the card has, however good the estimates
-        are: in a phase, or the engine's weights and one rollout in what the engine may use."""
+        """True if the counted bytes alone are too many, so that the config cannot fit even if the
+        estimates are wrong.
+
+        Too many are more than the card has in a phase, or, for the engine's weights and its longest
+        sequence, more than the engine may use."""
         config, size = self.case.config, self.case.card.gib * GIB
         counted = [
             sum(num_bytes for name, num_bytes in usage.items() if name not in _ESTIMATED)
@@ -365,15 +367,13 @@ class Plan:
 
     @property
     def trainer_fits(self) -> bool:
-        """True if the phases fit in which the trainer has the card for itself."""
+        """True if the phases "logprobs" and "update" fit, in which the engine sleeps."""
         return min(self.margin_of("logprobs"), self.margin_of("update")) >= 0
 
 
 def make_plan(case: Case, folder: Path) -> Plan:
-    """Returns the plan of a case; `folder` holds the model's config.json.
-
-    Raises ConfigError if the model cannot be built from it.
-    """
+    """Returns the plan of a case. `folder` holds the config.json of the policy's model. Raises
+    ConfigError if the model cannot be built from it."""
     config, state = case.config, case.state
     models = plan_side_models(case)
     work = trainer_pass(config, folder, case.num_ranks)
@@ -396,11 +396,12 @@ def make_plan(case: Case, folder: Path) -> Plan:
 
 
 def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool = True) -> Pass:
-    """Returns the policy's passes over the largest micro-batch, for a dry run."""
+    """Returns the description of the policy's passes over the largest micro-batch, as the dry run
+    needs it."""
     _, num_micro_batches = micro_batches_per_step(config, num_ranks)
     return Pass(
         folder=folder,
-        # Nothing is offloaded during a pass: one dry run serves all settings.
+        # Nothing is offloaded during a pass, so one dry run serves all settings of model.offload.
         model=replace(config.model, offload=False),
         loss=config.loss,
         num_ranks=num_ranks,
@@ -412,11 +413,8 @@ def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool =
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch.
-
-    The micro-batch holds as many rollouts of full length as it can, and a shorter one in the
-    remaining tokens.
-    """
+    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch: as
+    many rollouts of full length as fit, and a shorter one in the remaining tokens."""
     num_tokens = micro_batch_tokens(config, num_ranks)
     num_full, remaining_tokens = divmod(num_tokens, config.max_rollout_tokens)
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
@@ -427,7 +425,8 @@ def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def kv_cache(case: Case) -> KvCache:
-    """Returns the KV cache that vLLM makes of the memory that its other parts leave."""
+    """Returns the KV cache of an engine. vLLM makes it as large as the memory that the engine may
+    use, less its weights and buffers."""
     config, rollout = case.config, case.config.rollout
     num_bytes = rollout.engine.get("kv_cache_memory_bytes")
     if not isinstance(num_bytes, int):
@@ -441,7 +440,7 @@ def kv_cache(case: Case) -> KvCache:
     sequence_bytes = kv_bytes_per_sequence(case.sizes, rollout.engine_ranks)
     num_bytes_of_tokens = num_bytes * longest_bytes // (longest_bytes + sequence_bytes)
     tokens = max(0, num_bytes_of_tokens // (token * _BLOCK) * _BLOCK)
-    # A group shares its prompt's blocks, but no recurrent states.
+    # The sequences of a group share the blocks of their prompt, but no recurrent states.
     prompts = sequences if sequence_bytes else sequences // rollout.group_size
     needed = prompts * config.data.max_prompt_tokens + sequences * rollout.max_completion_tokens
     num_running = tokens // _round_to_blocks(config.max_rollout_tokens)
@@ -456,15 +455,17 @@ def kv_cache(case: Case) -> KvCache:
 
 
 def _round_to_blocks(tokens: int) -> int:
+    """Returns the number of tokens, rounded up to whole blocks of the KV cache."""
     return -(-tokens // _BLOCK) * _BLOCK
 
 
 def plan_phases(
     case: Case, peaks: Peaks, cache: KvCache, models: Sequence[PlannedModel] = ()
 ) -> dict[str, Usage]:
-    """Returns the usage at the peak of each phase, in a step after the first update.
+    """Returns the device memory at the peak of each phase, in a step after the first update, when
+    the optimizer has its state.
 
-    `peaks` are those of the policy and of the side models that run in the same phases.
+    `peaks` are the result of `merge_peaks`, and `models` are the side models.
     """
     config, state, offload = case.config, case.state, case.config.model.offload
     fixed = Usage({"CUDA context": CONTEXT, "NCCL": nccl_bytes(case)})
@@ -472,8 +473,8 @@ def plan_phases(
     policy = Usage(policy=4 * state.trained, base=state.base)
     reference = Usage(reference=state.reference)
     trainer = policy + Usage(moments=state.moments) + reference
-    # The trainer's tensors that stay on the device while the engine is awake (`awake`), and while
-    # the weight sync reads the policy (`in_sync`).
+    # The trainer's tensors on the device while the engine is awake (`awake`), and in the weight
+    # sync, which reads the policy (`in_sync`).
     awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
     in_sync = awake or policy
     engine = Usage({"engine's weights": engine_weights(config, case.model)})
@@ -483,13 +484,14 @@ def plan_phases(
     buffers["layer in load"] = layer_in_reload(case)
     sampling = awake + engine + Usage({"KV cache": max(0, cache.num_bytes)})
     sampling["engine's activations"] = engine_activations(case)
-    # AdamW needs all gradients at one time. The fused one, as on a GPU, allocates nothing itself.
+    # The optimizer step needs all gradients at the same time. The fused AdamW, which is used on a
+    # GPU, allocates nothing itself.
     step = Usage(gradients=state.gradients)
     if config.optimizer.name == "adamw_8bit":
         step["optimizer's chunk"] = STEP_BYTES
     update = max(peaks.update, step, key=Usage.total)
     scored = [
-        # The engine sleeps while reward models score, one after the other.
+        # While reward models score, one after the other, the engine sleeps.
         awake + Usage({model.side.name: model.num_bytes}) + with_fragmentation(model.peaks.scoring)
         for model in models
         if not model.waits
@@ -509,22 +511,23 @@ def plan_phases(
     return {phase: fixed + phases[phase] for phase in PHASES if phase in phases}
 
 
-# What auto stands for
+# The values for keys that are auto
 
 
 def decide(
     config: Config, plan_of: Callable[[Config], Plan], engine_sizes: Sequence[int] = (1,)
 ) -> Plan:
-    """Returns the plan with values in the place of each auto.
+    """Returns the plan of the config with a value chosen for each key that is auto.
 
-    An engine gets the fewest ranks, of `engine_sizes` in ascending order, with which its phases
-    fit, or if none do, those that leave most room. The trainer gets the first values, in order of
-    cost, with which its phases fit, or the most sparing ones: layers recompute nothing, all but
-    products, and everything. Then a micro-batch is halved, down to the longest rollout.
+    An engine gets the smallest number of ranks in `engine_sizes` (in ascending order) with which
+    the phases fit in which it is awake. If none fits, it gets the number that lacks the least.
+
+    For the trainer the values of `_decisions` are tried in their order, until its phases fit; if
+    none fit, the last ones are taken.
     """
 
     def lack(candidate: Config) -> float:
-        # The trainer's values do not matter to the phases of the engine.
+        # Any of the trainer's values will do, since they do not matter in the engine's phases.
         return max(0.0, -plan_of(next(_decisions(candidate))).engine_margin_gib)
 
     sized = [decided(config, {ENGINE_RANKS_KEY: size}) for size in engine_sizes]
@@ -540,8 +543,11 @@ def decide(
 
 
 def _decisions(config: Config) -> Iterator[Config]:
-    """Yields the config with values in the place of each auto, the cheapest in time first; once
-    without any."""
+    """Yields the config with values for the trainer's keys that are auto, the fastest first. A
+    config without such keys is yielded once.
+
+    First layers recompute nothing, then all but matrix products, then everything; then the
+    micro-batch is halved again and again, down to the longest rollout."""
     recompute, tokens = RECOMPUTE_KEY, MICRO_BATCH_KEY
     num_tokens = config.micro_batch_tokens
     smallest = max(_MIN_MICRO_BATCH, config.max_rollout_tokens)
@@ -557,31 +563,32 @@ def _decisions(config: Config) -> Iterator[Config]:
             yield decided(config, {recompute: True, tokens: num_tokens})
 
 
-# Config overrides that would make a run fit, the cheapest in time first
+# Config overrides that would make a run fit, the fastest first
 
 
-# A planner plans the config with overrides. It raises ConfigError if the config would be refused.
+# A Planner returns the plan of the config with these overrides, or raises ConfigError if a run
+# would refuse them.
 Planner = Callable[[Sequence[str]], Plan]
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Holds overrides, as grpo_spmd.train takes them, and the plan with them."""
+    """Config overrides, as grpo_spmd.train takes them, and the plan of the config with them."""
 
     overrides: tuple[str, ...]
     plan: Plan
 
     @property
     def changes_training(self) -> bool:
-        """True if other parameters would be trained."""
+        """True if the overrides train adapters in place of all parameters."""
         return _LORA in self.overrides
 
 
 def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
-    """Returns a larger share of the card for the engine, with which more sequences run at one time.
+    """Suggests a larger gpu_memory_utilization with which more sequences run at the same time.
 
-    None if the plan does not fit, if all sequences of a step run together, or if too little memory
-    is free while the engine is awake.
+    Returns None if the plan does not fit, if all sequences of a step run together already, or if
+    too little memory is free while the engine is awake.
     """
     cache, rollout = plan.kv_cache, plan.case.config.rollout
     if not plan.fits or cache.full_length >= cache.sequences:
@@ -598,11 +605,12 @@ def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
 
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
-    """Returns overrides that make the plan fit; an empty list if it fits already.
+    """Returns suggestions that make the plan fit; an empty list if it fits already.
 
-    If single overrides are enough, each of them is a suggestion, the cheapest in time first. Else
-    overrides are added one by one, each time the one that leaves most room. They are returned as
-    one suggestion, which may still not fit. Then adapters are tried in the place of all parameters.
+    If single overrides are enough, each of them is a suggestion, the fastest first. Otherwise there
+    is one suggestion with several overrides, which are added one by one, each time the one that
+    leaves most room. If it does not fit either and one that trains only adapters does, that one is
+    returned in its place.
     """
     if plan.fits:
         return []
@@ -612,7 +620,7 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
         return sorted(fitting, key=_cost)
     best = _add_up(Suggestion((), plan), candidates, replan)
     if not best.plan.fits and not plan.case.config.model.lora.rank:
-        # Some configs cannot train adapters.
+        # Not every config can train adapters; then replan raises.
         with suppress(ConfigError):
             start = Suggestion((_LORA,), replan((_LORA,)))
             changed = [] if start.plan.fits else _try_changes(start, replan, _lacking(start.plan))
@@ -622,51 +630,53 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
 
 
 def _lacking(plan: Plan) -> set[str]:
-    """Returns the phases that lack room."""
+    """Returns the phases that do not fit."""
     return {phase for phase in plan.phases if plan.margin_of(phase) < 0}
 
 
 def _add_up(start: Suggestion, candidates: list[Suggestion], replan: Planner) -> Suggestion:
-    """Returns `start` with overrides added, each time the one that leaves most room."""
+    """Returns `start` with overrides added, each time the one that leaves most room, until the plan
+    fits or no override helps. `candidates` are `start` with one more override each."""
     best = start
     while candidates:
         candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
         if candidate.plan.margin_gib <= best.plan.margin_gib:
             break
         best = candidate
-        # A change that does not help the tightest phase cannot leave more room.
+        # Only a change that helps the tightest phase can leave more room.
         candidates = [] if best.plan.fits else _try_changes(best, replan, {best.plan.tightest})
     return best
 
 
 def _cost(suggestion: Suggestion) -> tuple[float, int, float]:
-    """The order of suggestions: by time; where it is equal, by micro-batches, each of which costs
-    a little that the time does not count, then by room."""
+    """Returns the key by which suggestions are sorted: time, then number of micro-batches (each
+    costs a little time that the estimate leaves out), then room."""
     plan = suggestion.plan
     return plan.step_s, plan.case.num_micro_batches, -plan.margin_gib
 
 
 def _try_changes(start: Suggestion, replan: Planner, short: set[str]) -> list[Suggestion]:
-    """Returns the plans with one more override. `short` are the phases that lack room."""
+    """Returns `start` with one more override, for each that could help. `short` are the phases that
+    do not fit."""
     candidates = []
     for change in _changes(start.plan, short):
         # A new value of a key replaces an earlier override of the same key.
         key = change.partition("=")[0] + "="
         overrides = (*(text for text in start.overrides if not text.startswith(key)), change)
-        # A combination that the rules refuse is no suggestion.
+        # Overrides that the config's rules refuse are left out.
         with suppress(ConfigError):
             candidates.append(Suggestion(overrides, replan(overrides)))
     return candidates
 
 
 def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields single overrides that could help one of the phases that lack room."""
+    """Yields single overrides that could help one of the phases `short`, which do not fit."""
     config, rollout = plan.case.config, plan.case.config.rollout
     if short & {"update", "logprobs"}:
         yield from _trainer_changes(plan, short)
     with_engine = short & {"weight_sync", "eval", "rollout", "reward"}
     if with_engine:
-        # They leave less of the trainer on the device.
+        # Offloading leaves fewer of the trainer's tensors on the device.
         if config.model.offload is False:
             yield "model.offload=optimizer"
         if config.model.offload is not True:
@@ -689,15 +699,15 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields overrides that shrink the trainer's passes."""
+    """Yields overrides with which the trainer's passes take less memory."""
     model, max_tokens = plan.case.config.model, plan.case.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
     if not model.recompute and not model.compile:
         yield "model.activation_checkpointing=selective"
     if model.recompute is not True:
         yield "model.activation_checkpointing=true"
-    # A plan with other chunks needs the longest dry run. It is tried only if the logits alone are
-    # more than the lacking bytes.
+    # A plan with another chunk size needs the slowest dry run. It is tried only if the logits take
+    # more bytes than a phase lacks.
     could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"

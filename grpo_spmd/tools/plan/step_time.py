@@ -1,8 +1,8 @@
-"""Estimates the time of a step, and GPU memory that no tensor of the trainer shows.
+"""Estimates the time of a step, and the GPU memory that is not in tensors of the trainer.
 
-The memory is that of the CUDA context, NCCL, CUDA graphs and the engine's own buffers. The time
-follows from arithmetic and bytes, divided by the speeds that a card is assumed to reach: fractions
-of its data sheet that others have measured. Each estimate names its source. None of them has been
+This memory is that of the CUDA context, NCCL, CUDA graphs and the engine's own buffers. The time is
+computed from numbers of operations and bytes, and from the speed that a card is assumed to reach: a
+fraction of its data sheet that others have measured. Each estimate names its source. None has been
 compared with a run of this project on a GPU.
 """
 
@@ -27,61 +27,65 @@ from grpo_spmd.model.config_json import Dimensions, ModelFacts, kv_bytes_per_tok
 from grpo_spmd.observe.cards import Card, is_large_for_vllm, max_num_seqs
 
 GIB = 2**30
-# Driver and kernels of one process, loaded when they are used: 0.3 to 0.4 GiB in
-# pytorch/pytorch#107667 and #109888; with vLLM's kernels beside torch's a little more.
+# Bytes of the CUDA context of one process, with the loaded kernels: 0.3 to 0.4 GiB in
+# pytorch/pytorch#107667 and #109888; a little more with vLLM's kernels besides torch's.
 CONTEXT = int(0.5 * GIB)
-# For each communicator of a node: 8 H100 with one had 1.06 GB outside of torch, with the context
-# (NVIDIA/nccl#1685, before any all-to-all, which this project sends over gloo).
+# Bytes of each NCCL communicator within a node: 8 H100 with one communicator had 1.06 GB outside of
+# torch, including the context (NVIDIA/nccl#1685, before any all-to-all, which this project sends
+# over gloo).
 NCCL = int(0.5 * GIB)
-# For an engine on several ranks, its NCCL and its own all-reduce: asleep 2,440 MiB against 774 on
-# one rank (NVIDIA-NeMo/RL#223); outside of torch 3.58 GiB against 1.79 (vllm-project/vllm#10511).
+# Bytes of the NCCL communicator and the custom all-reduce of an engine on several ranks: 2,440 MiB
+# while it sleeps, against 774 on one rank (NVIDIA-NeMo/RL#223); 3.58 GiB outside of torch, against
+# 1.79 (vllm-project/vllm#10511).
 TENSOR_PARALLEL = int(1.7 * GIB)
-# For each layer, over vLLM's default capture sizes: 0.21 GiB for 16 layers
+# Bytes of the CUDA graphs of each layer with vLLM's default capture sizes: 0.21 GiB for 16 layers
 # (vllm-project/vllm#11349), 1.4 GiB for 61 (#47654). They stay while the engine sleeps (#45623).
 GRAPHS_PER_LAYER = 20 << 20
-# cuBLAS's and attention's workspaces, which vLLM allocates and its sleep keeps: FlashInfer's alone
-# is 394 MiB (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE in vllm/envs.py, 0.32).
+# Bytes of the workspaces of cuBLAS and attention in vLLM, which stay while it sleeps: FlashInfer's
+# alone is 394 MiB (VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE in vllm/envs.py, 0.32).
 WORKSPACES = int(0.4 * GIB)
 # Bytes of memory traffic for one bfloat16 logit, (forward, backward). plain: the operations of
 # model/logprobs.py over float32 copies, counted one by one. fused: the product of the lm_head is
 # written and read once forward; backward it is written, read, overwritten by its gradient, and read
 # by two products (model/fused_logprobs.py).
 LOGIT_BYTES = {"plain": (64, 50), "fused": (4, 10)}
-# Fraction of the trainer's live bytes that its allocator loses as holes when memory is short. It
-# keeps more (torchtitan#165: 52 % of a card live, 63 % reserved), but gives that back then.
+# Bytes lost as holes in torch's allocator when memory is short, as a fraction of the trainer's live
+# bytes. It reserves more (torchtitan#165: 52 % of a card live, 63 % reserved), but then it gives
+# the rest back.
 FRAGMENTATION = 0.05
 # Fraction of a card's peak that matrix products reach. torchtitan's Llama 3 8B under FSDP2 had 33
 # to 39 % of an H100's dense peak, 57 % of an A100's (benchmarks/llama3_h100_202412_torchtitan.md,
 # docs/performance.md there).
 MATMUL_FRACTION = 0.4
-# Fraction of the data sheet's bandwidth that a large copy reaches: decoding reads weights and KV
-# cache at that rate.
+# Fraction of the data sheet's memory bandwidth that large copies reach. Decoding is assumed to read
+# weights and KV cache at this rate.
 MEMORY_FRACTION = 0.8
 # Fraction of NVLink that all-gathers and reduce-scatters of large messages reach (nccl-tests' bus
 # bandwidth).
 LINK_FRACTION = 0.7
-# 400 Gb/s for each GPU, as in torchtitan's runs.
+# The bandwidth of each GPU to other nodes: 400 Gb/s, as in torchtitan's runs.
 BETWEEN_NODES_GB_S = 50.0
 RANKS_PER_NODE = 8
-# The host's time for one step of vLLM, and for each running sequence in it. The scheduler's and
-# the output's Python take 24.8 to 38 microseconds a sequence on a Xeon of 2 shared cores
-# (benchmarks/run.sh engine_host), 12 to 21 on an EPYC, which is rather like the hosts of GPUs:
-# this is its slow end. To prepare and launch a step is thought to take the V2 runner 1.5 to 3 ms.
+# The host's time for one step of vLLM, and in addition for each running sequence. The Python code
+# of scheduler and output processing takes 24.8 to 38 microseconds a sequence on a Xeon with 2
+# shared cores (benchmarks/run.sh engine_host), and 12 to 21 on an EPYC, which is more like the
+# hosts of GPUs: its slow end is taken. Preparing and launching a step is assumed to take the V2
+# runner 1.5 to 3 ms; this has not been measured.
 ENGINE_STEP_S = 0.002
 ENGINE_SEQUENCE_S = 20e-6
-# Bytes that AdamW reads and writes for each parameter: fused, or the operations of 8-bit moments,
-# counted one by one.
+# Bytes that AdamW reads and writes for each parameter: in one fused kernel, or with 8-bit moments
+# in the single operations of model/optimizer.py.
 ADAMW_BYTES = {"adamw": 28, "adamw_8bit": 430}
-# The bytes of one chunk of a step with 8-bit moments (model/optimizer.py): six float32 tensors and
-# a few scales.
+# Temporary bytes of an optimizer step with 8-bit moments, which goes through the parameters in
+# chunks (model/optimizer.py): six float32 tensors and a few scales.
 STEP_BYTES = 25 * 2**22
-# Part of a forward pass that the backward pass repeats, by model.activation_checkpointing.
+# Fraction of the forward pass that the backward pass repeats, by model.activation_checkpointing.
 RECOMPUTED = {False: 0.0, "selective": 0.1, True: 1.0}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A Case is what a plan is asked for: a config and its model, on so many cards of one kind."""
+    """What a plan is made for: a config and its model, on a number of cards of one kind."""
 
     config: Config
     model: ModelFacts
@@ -90,7 +94,7 @@ class Case:
 
     @property
     def sizes(self) -> Dimensions:
-        """The model's sizes. Raises ConfigError if its config.json does not name them."""
+        """The model's dimensions. Raises ConfigError if its config.json does not name them."""
         sizes = self.model.dimensions
         if sizes is None:
             raise ConfigError(
@@ -101,7 +105,7 @@ class Case:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a number in the compute dtype."""
+        """The number of bytes of an element of the compute dtype."""
         return ITEMSIZE[self.config.model.dtype]
 
     @property
@@ -111,18 +115,19 @@ class Case:
 
     @property
     def num_rollouts(self) -> int:
-        """Rollouts of one rank in a step."""
+        """The number of rollouts that one rank has in a step."""
         rollout = self.config.rollout
         return -(-rollout.num_prompts_per_step * rollout.group_size // self.num_ranks)
 
     @property
     def num_micro_batches(self) -> int:
-        """Micro-batches of one rank in a step, if every rollout has its full length."""
+        """The number of micro-batches that one rank has in a step if every rollout has its full
+        length."""
         return micro_batches_per_step(self.config, self.num_ranks)[1]
 
     @property
     def speed(self) -> Speed:
-        """What the ranks of a replica reach."""
+        """The speed of a rank in a replica of the policy."""
         return Speed(self.card, replica_ranks(self.config, self.num_ranks))
 
 
@@ -130,14 +135,15 @@ class Case:
 
 
 def nccl_bytes(case: Case) -> int:
-    """Returns the bytes of the trainer's and the engine's communicators."""
-    # With replicas there are two more groups: within a replica and between replicas.
+    """Returns the bytes of the trainer's and the engine's communicators on one rank."""
+    # The trainer has a group of all ranks. With replicas it has two more: the ranks of a replica,
+    # and the ranks with the same shard.
     num_groups = (case.num_ranks > 1) + 2 * (case.config.model.num_replicas > 1)
     return NCCL * num_groups + TENSOR_PARALLEL * (case.config.rollout.engine_ranks > 1)
 
 
 def graph_bytes(case: Case) -> int:
-    """Returns the bytes of the engine's CUDA graphs and workspaces. They stay while it sleeps."""
+    """Returns the bytes of the engine's CUDA graphs and workspaces, which stay while it sleeps."""
     captures = not case.config.rollout.engine.get("enforce_eager")
     return GRAPHS_PER_LAYER * case.sizes.layers * captures + WORKSPACES
 
@@ -145,32 +151,34 @@ def graph_bytes(case: Case) -> int:
 def engine_activations(case: Case) -> int:
     """Returns the bytes that vLLM reserves for its forward pass.
 
-    They are the larger of two: an MLP's tensors over all tokens of a batch, or one copy of the
-    logits of all sequences. There is no second copy of the logits, because the profiling run of the
-    V2 runner samples at temperature 1.
+    This is the larger of two numbers: the bytes of an MLP's tensors over all tokens of a batch, and
+    the bytes of the logits of all sequences. The logits count once, because vLLM's profiling run
+    samples at temperature 1, for which the V2 runner makes no second copy.
     """
     engine, sizes = case.config.rollout.engine, case.sizes
     is_large = is_large_for_vllm(case.card.name, case.card.gib)
     tokens = engine.get("max_num_batched_tokens") or (16384 if is_large else 8192)
-    # Of each token: gate, up and their product, which the engine's ranks share, and three tensors
-    # of the hidden width: the residual, the MLP's input and its output.
+    # For each token: gate, up and their product, which are divided over the engine's ranks, and
+    # three tensors of the hidden size: the residual, the MLP's input and its output.
     shared_width = 3 * sizes.intermediate // case.config.rollout.engine_ranks
     mlp = tokens * case.itemsize * (shared_width + 3 * sizes.hidden)
     return max(mlp, engine_places(case) * sizes.vocabulary * case.itemsize)
 
 
 def sampler_tables(case: Case) -> int:
-    """Returns the bytes of the V2 runner's tables for penalties, which lie in its pool of weights.
+    """Returns the bytes of the V2 runner's tables for sampling penalties, which are in the same
+    memory pool as the weights.
 
-    Each place for a sequence has an int32 count of each token, and a bit for each token of the
-    prompt (v1/worker/gpu/sample/penalties.py, 0.26 to 0.33). No sampling of ours uses them.
+    For each sequence that can run there is an int32 count of each token of the vocabulary, and one
+    bit to mark the prompt's tokens (v1/worker/gpu/sample/penalties.py, 0.26 to 0.33). The project
+    does not use penalties.
     """
     vocabulary = case.sizes.vocabulary
     return engine_places(case) * 4 * (vocabulary + -(-vocabulary // 32))
 
 
 def engine_places(case: Case) -> int:
-    """Returns how many sequences vLLM makes place for."""
+    """Returns the number of sequences that an engine can run at the same time (max_num_seqs)."""
     most = most_sequences(case.config, case.num_ranks)
     return max_num_seqs(case.card.name, case.card.gib, case.config.rollout.engine, most)
 
@@ -178,16 +186,16 @@ def engine_places(case: Case) -> int:
 def layer_in_reload(case: Case) -> int:
     """Returns the most bytes that vLLM holds for one layer while it loads new weights.
 
-    vLLM keeps the tensors of a layer until all of them have come, and then builds the layer from
-    them (model_executor/model_loader/reload, 0.32). The largest layer is the lm_head, or gate and
-    up together.
+    vLLM collects the tensors of a layer until it has all of them, and then builds the layer from
+    them (model_executor/model_loader/reload, 0.32). The largest layer is the lm_head, or the merged
+    gate and up projections of an MLP.
     """
     sizes = case.sizes
     return 2 * case.itemsize * sizes.hidden * max(sizes.vocabulary, 2 * sizes.intermediate)
 
 
 def with_fragmentation(usage: Counter[str]) -> Counter[str]:
-    """Returns the usage with the holes of the allocator added."""
+    """Returns the usage with the bytes that the allocator loses as holes added."""
     return usage + Counter({"fragmentation": int(FRAGMENTATION * usage.total())})
 
 
@@ -196,12 +204,13 @@ def with_fragmentation(usage: Counter[str]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Work:
-    """Describes rollouts that pass through the model, on one rank that holds the whole model."""
+    """The rollouts that one rank passes through the model, and the model's sizes. The model counts
+    as a whole, not as shards."""
 
     sizes: Dimensions
-    # All parameters that are multiplied. A head that is tied to the embedding counts once.
+    # Number of parameters in matrix products. An lm_head that is tied to the embedding counts once.
     num_parameters: int
-    # Those that a token is multiplied with: of experts the ones that it takes.
+    # Number of these that are used for one token: of a mixture of experts only the chosen experts.
     active_parameters: int
     # Parameters of the lm_head: vocabulary size x hidden size.
     head_parameters: int
@@ -212,7 +221,7 @@ class Work:
 
     @property
     def layer_parameters(self) -> int:
-        """The number of weights that every token is multiplied with."""
+        """The number of parameters outside the lm_head that are used for one token."""
         return self.active_parameters - self.head_parameters
 
     @property
@@ -237,11 +246,9 @@ def forward_flops(work: Work) -> float:
 
 
 def decode_bytes(work: Work) -> float:
-    """Returns the bytes that decoding reads.
-
-    It reads all weights once for each token of the longest completion, and for each sampled token
-    the keys and values of the tokens before it.
-    """
+    """Returns the bytes that decoding all rollouts together reads: all weights once for each token
+    of the longest completion, and for each sampled token the keys and values of the tokens before
+    it."""
     steps = max(completion for _, completion in work.lengths)
     token_bytes = kv_bytes_per_token(work.sizes, work.itemsize, 1)
     cached_tokens = sum(
@@ -252,16 +259,17 @@ def decode_bytes(work: Work) -> float:
 
 
 def decode_flops(work: Work) -> float:
-    """Returns the floating-point operations of decoding, without those of attention."""
+    """Returns the floating-point operations of decoding, without attention."""
     return 2 * work.active_parameters * work.completion_tokens
 
 
 @dataclass(frozen=True)
 class Speed:
-    """Tells what a card is assumed to reach per second: operations, memory bytes, link bytes."""
+    """The speed that a card is assumed to reach, per second: floating-point operations, bytes of
+    memory traffic, and bytes sent to other ranks."""
 
     card: Card
-    # The ranks of a replica, or of an engine.
+    # Number of ranks that communicate: those of a replica or of an engine.
     ranks: int
 
     @property
@@ -280,7 +288,8 @@ class Speed:
         return LINK_FRACTION * gb_s * 1e9
 
     def gather_s(self, model: ModelFacts, itemsize: int) -> float:
-        """Returns the seconds of one all-gather, or reduce-scatter, of all parameters."""
+        """Returns the seconds of one all-gather or reduce-scatter of all parameters, whose elements
+        have `itemsize` bytes."""
         return model.num_parameters * itemsize * (self.ranks - 1) / self.ranks / self.link
 
 
@@ -291,7 +300,8 @@ def work_of(case: Case, *, has_lm_head: bool) -> Work:
     head = embedding if has_lm_head else 0
     is_tied = "lm_head.weight" not in case.model.shapes
     length = (config.data.max_prompt_tokens, config.rollout.max_completion_tokens)
-    # An embedding is looked up, not multiplied: of a tied one only the head counts.
+    # Parameters of the embedding that are only looked up, not multiplied: none if it is tied to an
+    # lm_head that is used.
     lookup = embedding - (head if is_tied else 0)
     return Work(
         sizes=sizes,
@@ -306,7 +316,7 @@ def work_of(case: Case, *, has_lm_head: bool) -> Work:
 def forward_s(case: Case, *, has_lm_head: bool) -> float:
     """Returns the seconds of a forward pass over all rollouts of a rank.
 
-    If FSDP's gathers of the parameters take longer than the arithmetic, their time counts.
+    FSDP's gathers of the parameters overlap with the arithmetic, so the longer of the two counts.
     """
     flops = forward_flops(work_of(case, has_lm_head=has_lm_head))
     gathers = case.num_micro_batches // case.config.training.num_epochs
@@ -315,8 +325,8 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
 
 
 def _logits_s(case: Case, *, is_update: bool) -> float:
-    """Returns the seconds of turning the logits of all completions into logprobs, in one pass, in
-    an update with the gradients too. Beside the matrix products this is memory traffic alone."""
+    """Returns the seconds for the logprobs of all completions in one pass, without the matrix
+    products of the lm_head; with `is_update` also for their gradients. It is all memory traffic."""
     fused = case.config.model.logprob_kernel != "plain"
     forward, backward = LOGIT_BYTES["fused" if fused else "plain"]
     num_logits = work_of(case, has_lm_head=True).completion_tokens * case.sizes.vocabulary
@@ -324,10 +334,11 @@ def _logits_s(case: Case, *, is_update: bool) -> float:
 
 
 def step_time(case: Case, num_running: int) -> dict[str, float]:
-    """Returns the seconds of each phase if every rollout has its full length: an upper bound.
+    """Returns the seconds of each phase, as an upper bound, since every rollout is assumed to have
+    its full length.
 
-    `num_running` is how many sequences an engine runs at one time (KvCache.full_length). Rewards,
-    evaluation and checkpoints are not estimated.
+    `num_running` is the number of sequences that an engine runs at the same time
+    (KvCache.full_length). Rewards, evaluation and checkpoints are not estimated.
     """
     config, state, speed = case.config, case.state, case.speed
     offload = state.offloaded(config.model.offload) / (case.card.host_gb_s * 1e9)
@@ -345,31 +356,30 @@ def step_time(case: Case, num_running: int) -> dict[str, float]:
 def _sync_s(case: Case) -> float:
     """Returns the seconds of one weight sync."""
     speed, numel = case.speed, case.model.num_parameters
-    # The float32 shard is read. The gathered bytes are written and copied into the engine.
+    # Each rank reads its float32 shard, writes the gathered weights, and copies them to the engine.
     copied = 4 * numel / speed.ranks + 2 * case.itemsize * numel
     return speed.gather_s(case.model, case.itemsize) + copied / speed.memory
 
 
 def _rollout_s(case: Case, num_running: int) -> float:
-    """Returns the seconds of one step's generation on one engine, `num_running` samples at a time.
+    """Returns the seconds that one engine takes to generate a step's sequences.
 
-    The samples that do not fit into the KV cache together wait for a next round; the time of a last
-    round that is not full is its share of a full one.
-    Each group computes its prompt once.
+    `num_running` sequences run in one round, and the others wait for a later round. A last round
+    that is not full counts as a fraction of a round. The prompt of each group is computed once.
     """
     tp = case.config.rollout.engine_ranks
-    # An engine's ranks are on one node.
+    # Only the ranks of the engine communicate, and they are on one node.
     work, speed = work_of(case, has_lm_head=True), Speed(case.card, tp)
     prompt, completion = work.lengths[0]
     sequences = len(work.lengths) * tp
-    # Sequences without room in the KV cache wait for a later round.
     num_running = max(1, min(sequences, num_running))
     batch = replace(work, lengths=[(prompt, completion)] * num_running)
     decode = max(decode_bytes(batch) / speed.memory, decode_flops(batch) / speed.flops) / tp
-    # Two all-reduces of the sequences' hidden states in each layer and step.
+    # In each decoding step and layer there are two all-reduces of the sequences' hidden states.
     hidden_bytes = num_running * work.sizes.hidden * work.itemsize
     reduced = 4 * work.sizes.layers * hidden_bytes * completion if tp > 1 else 0
-    # Scheduling is asynchronous: the host prepares a step while the device works on the one before.
+    # Scheduling is asynchronous: the host prepares a step while the device runs the one before. So
+    # the slower of the two determines the time.
     host = completion * (ENGINE_STEP_S + ENGINE_SEQUENCE_S * num_running)
     round_s = max(decode + reduced / speed.link, host)
     # A group shares its prompt, unless layers have recurrent states.
@@ -379,15 +389,17 @@ def _rollout_s(case: Case, num_running: int) -> float:
 
 
 def _update_s(case: Case) -> float:
-    """Returns the seconds of the forward and backward passes of an update.
+    """Returns the seconds of the forward and backward passes in one step's update.
 
-    If gathers and gradient reductions take longer than the arithmetic, their time counts.
+    Communication (parameter gathers, gradient reductions) overlaps with the arithmetic, so the
+    longer of the two counts.
     """
     model, speed, has_lora = case.config.model, case.speed, bool(case.config.model.lora.rank)
-    # A backward pass costs two forward passes, or one if the weights are frozen.
+    # A backward pass costs as much as two forward passes, or as one if the weights are frozen.
     passes = (2 if has_lora else 3) + RECOMPUTED[model.recompute]
     flops = passes * forward_flops(work_of(case, has_lm_head=True))
-    # Weights are gathered forward and backward; float32 gradients are reduced.
+    # In each micro-batch weights are gathered in the forward and in the backward pass, and float32
+    # gradients are reduced.
     moved = 2 * speed.gather_s(case.model, case.itemsize)
     moved += 0 if has_lora else speed.gather_s(case.model, 4)
     seconds = flops / speed.flops + _logits_s(case, is_update=True)

@@ -402,13 +402,13 @@ def faults(trials: Trials) -> int:
         within=patch.object(learn_critic, "gae_advantages", bootstraps),
     )
     sees(
-        "a value beside that of a plain forward pass",
+        "a value compared with that of a plain forward pass",
         within=patch.object(ValueModel, "forward", shifted),
     )
     neighbours = patch.object(
         model_values, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
     )
-    sees("a value beside that of a plain forward pass", within=neighbours)
+    sees("a value compared with that of a plain forward pass", within=neighbours)
     sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))
     sees("and gae gives", trained=dataclasses.replace(plain, critic=swapped))
     sees("and gae gives", within=patch.object(learn_critic, "whitening", lambda *_: (0.0, 1.0)))
@@ -431,7 +431,7 @@ def faults(trials: Trials) -> int:
     with patch.object(critic, "attach", stale(critic)):
         step = trials.step(plain, critic)
     assert any(
-        "a value that the advantages are made of" in text
+        "a value that the advantages are computed from" in text
         for text in trials.check(plain, critic, step)
     )
     return done + 1 + faults_of_learning(trials)
@@ -468,9 +468,12 @@ def faults_of_learning(trials: Trials) -> int:
         critic.optimizer.zero_grad(set_to_none=True)
         return 0.0
 
-    sees("the value loss, of the size", patch.object(learn_critic, "value_loss", unmasked))
-    sees("the value loss, of the size", patch.object(learn_critic, "value_loss", around_the_new))
-    sees("the value loss, of the size", patch.object(Critic, "loss_term", by_row))
+    sees("the value loss, relative to the size", patch.object(learn_critic, "value_loss", unmasked))
+    sees(
+        "the value loss, relative to the size",
+        patch.object(learn_critic, "value_loss", around_the_new),
+    )
+    sees("the value loss, relative to the size", patch.object(Critic, "loss_term", by_row))
     sees("the critic's update is not what", patch.object(Critic, "finish_step", frozen))
     other = dataclasses.replace(config.critic, lr=1.5 * config.critic.lr)
     sees("the step of AdamW on", trained=dataclasses.replace(config, critic=other))
@@ -488,7 +491,7 @@ def faults_of_learning(trials: Trials) -> int:
         assert row.old_values is not None
         row.old_values = row.old_values.roll(1)
     faulty = check(*step, rewards).errors
-    assert any("a value that the advantages are made of" in text for text in faulty)
+    assert any("a value that the advantages are computed from" in text for text in faulty)
     return done + 2
 
 

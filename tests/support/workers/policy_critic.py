@@ -352,7 +352,7 @@ def faults(trials: PolicyTrials) -> int:
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", over_row))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", of_masked))
     sees("the gradient of the value head", spoil=averaged)
-    sees("a value that the advantages are made of", spoil=stale)
+    sees("a value that the advantages are computed from", spoil=stale)
     return done
 
 

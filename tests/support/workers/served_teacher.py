@@ -134,7 +134,7 @@ def faults(trials: ServedTrials) -> int:
         "a rollout without an answer of its teacher",
     )
     for kind in ("sampled", "topk"):
-        sees(kind, "lacks what its teacher says", lambda *_: None)
+        sees(kind, "has no teacher signal", lambda *_: None)
         sees(kind, off, lambda _, signal: changed(signal, lambda x: x.roll(1, 0)))
         sees(kind, off, lambda row, signal: changed(signal, lambda x: x[other_samples(row)]))
         sees(f"{kind}, {SOME}", who, zero)

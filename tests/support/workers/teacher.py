@@ -249,7 +249,7 @@ def faults(trials: Trials) -> int:
     shifted = of_rows(lambda _, signal: changed(signal, lambda x: x.roll(1, 0)))
     another = of_rows(lambda row, signal: changed(signal, lambda x: x[other_samples(row)]))
     for kind in ("sampled", "topk", "full"):
-        sees(kind, "lacks what its teacher says", dropped)
+        sees(kind, "has no teacher signal", dropped)
         for spoil in (shifted, another):
             sees(kind, "a teacher's logprob of a token that the update is given", spoil)
 
