@@ -321,7 +321,7 @@ def read_stop_tokens(folder: Path) -> set[int] | None:
         path = folder / name
         config = read_json(path, follow=True) if path.exists() else {}
         check_fields(config, _EOS, path)
-        eos = config.get("eos_token_id") or config.get("text_config", {}).get("eos_token_id")
+        eos = config.get("eos_token_id") or (config.get("text_config") or {}).get("eos_token_id")
         if eos is not None:
             return set(eos) if isinstance(eos, list) else {eos}
     return None

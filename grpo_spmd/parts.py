@@ -43,7 +43,6 @@ from grpo_spmd.distributed.session import (
     start_session,
 )
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.routes import num_experts
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
@@ -52,7 +51,6 @@ from grpo_spmd.learn.update import PolicyUpdater, ValueHead
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import (
     checkpoint_folder,
-    load_config,
     load_tokenizer,
     stop_token_ids,
 )
@@ -64,6 +62,7 @@ from grpo_spmd.model.policy import (
     build_reference,
     choose_fused_kernel,
 )
+from grpo_spmd.model.routing import refuse_balance_loss
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
@@ -364,7 +363,8 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         buffer = RolloutBuffer(
             config.run_dir,
             config.seed,
-            config.model,
+            # Completions without routes are of no use to a policy that replays, and the reverse.
+            replace(config.model, router_replay=engine.records_routes),
             config.rollout,
             session=session,
             environment=None if environments is None else config.environment,
@@ -448,8 +448,8 @@ def open_sampling(
     # A model that cannot be trained is refused before the engine starts, which takes minutes.
     refuse_untrainable(config.model.path, config.max_rollout_tokens)
     choose_fused_kernel(config.model.logprob_kernel, session.device)
-    if config.loss.router_aux_coef and not num_experts(load_config(config.model.path)):
-        raise ConfigError(f"loss.router_aux_coef: {config.model.path} has no experts; leave it out")
+    if config.loss.router_aux_coef:
+        refuse_balance_loss(config.model.path)
     # The engine comes before the policy: it measures the GPU's free memory when it is built, and
     # then sleeps, so that the policy can use the memory.
     engine = RolloutEngine(

@@ -113,13 +113,13 @@ class _StoredRows:
 
 
 def _saved_tensors(
-    tensors: Mapping[str, StoredTensor], folder: Path, path: str
+    tensors: Mapping[str, StoredTensor], folder: Path, trainer: Mapping[str, Any]
 ) -> dict[str, StoredTensor | _StoredRows | _Merged]:
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
 
     `folder` has the model's config.json. If it is that of several models, whose text part was
-    trained, the names are those of the model at `path`, and its other parts are returned too.
+    trained, the names are those of the run's base model, and its other parts are returned too.
     Raises ConfigError if that model cannot be found.
     """
     is_part = has_text_part(read_model_config(folder))
@@ -131,9 +131,10 @@ def _saved_tensors(
     layout = saved_layout(model)
     by_name: dict[str, StoredTensor | _StoredRows | _Merged] = {}
     if is_part:
-        files = _base_files(path, "bring it back: an export has all of its parts")
+        remedy = "bring it back: an export has all of its parts"
+        files = _base_files(str(trainer.get("model_path")), trainer, remedy)
         layout = stored_layout(model, files, layout)
-        by_name |= _other_parts(files, layout)
+        by_name |= _other_parts(model, files, layout)
     for name, tensor in tensors.items():
         if name in layout:
             by_name |= {saved.name: _StoredRows(tensor, saved) for saved in layout[name]}
@@ -142,9 +143,12 @@ def _saved_tensors(
     return by_name
 
 
-def _other_parts(files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _Merged]:
-    """Returns the tensors of a model of several parts that are not those of `layout`."""
+def _other_parts(model: Any, files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _Merged]:
+    """Returns the tensors of a model of several parts that are not those of its text part."""
     trained = {saved.name for stored in layout.values() for saved in stored}
+    if model.config.tie_word_embeddings:
+        # A file may have the tied head a second time, as it was before the training.
+        trained.add("lm_head.weight")
     headers = {path: read_header(path) for path in set(files.values())}
     return {
         name: _Merged(path, name, tuple(headers[path][name]["shape"]), adapter=None, scale=1.0)
@@ -153,12 +157,13 @@ def _other_parts(files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _M
     }
 
 
-def _base_files(path: str, remedy: str) -> dict[str, Path]:
+def _base_files(path: str, trainer: Mapping[str, Any], remedy: str) -> dict[str, Path]:
     """Returns the file of each tensor of the model that a run began with.
 
-    Raises ConfigError, with `remedy` if there is no such model."""
+    Raises ConfigError, with `remedy`, if it is not at `path`, or if another model is."""
     from huggingface_hub.errors import HfHubHTTPError
 
+    from grpo_spmd.checkpoint.state import model_fingerprint
     from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 
     try:
@@ -168,6 +173,9 @@ def _base_files(path: str, remedy: str) -> dict[str, Path]:
             f"the base model {path} cannot be found (it is no folder here, "
             f"and the hub gives none: {type(error).__name__}); {remedy}"
         ) from None
+    fingerprint = trainer.get("model_fingerprint")
+    if fingerprint and model_fingerprint(folder) != fingerprint:
+        raise ConfigError(f"{folder} holds another model than the run began with; {remedy}")
     return tensor_files(folder)
 
 
@@ -291,7 +299,7 @@ def export_checkpoint(checkpoint: Path, out: Path, dtype: str | None = None) -> 
             }
             _save(adapters, folder / "adapter_model.safetensors")
         else:
-            saved = _saved_tensors(tensors, folder, str(trainer.get("model_path")))
+            saved = _saved_tensors(tensors, folder, trainer)
             save_model(saved, folder, dtype or str(trainer["dtype"]))
 
 
@@ -305,10 +313,11 @@ def save_model(
     There is one file, or several of at most FILE_BYTES with an index.
     """
     config = read_json(folder / "config.json")
-    config.pop("torch_dtype", None)
-    (folder / "config.json").write_text(
-        json.dumps({**config, "dtype": dtype}, indent=2), encoding="utf-8"
-    )
+    parts = [part for part in config.values() if isinstance(part, dict) and "dtype" in part]
+    for part in (config, *parts):
+        part.pop("torch_dtype", None)
+        part["dtype"] = dtype
+    (folder / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     dtypes = {name: "float32" if is_constant(name) else dtype for name in tensors}
     sizes = {
         name: math.prod(tensor.shape) * DTYPE_BYTES[dtypes[name]]
@@ -424,7 +433,6 @@ def export_merged(
     `dtype` and errors are those of `export_checkpoint`. Raises ConfigError also if the checkpoint
     has no adapters, or if the base model cannot be found or is not the model that the run used.
     """
-    from grpo_spmd.checkpoint.state import model_fingerprint
 
     trainer = read_trainer(checkpoint, ("world_size", "config", "dtype", "model_path"))
     # Raises for links, which may lead out of the folder.
@@ -434,14 +442,9 @@ def export_merged(
         raise ConfigError(
             f"--merge: {checkpoint} holds a whole model and no adapters; leave --merge out"
         )
-    files = _base_files(str(base or trainer["model_path"]), "name it with --base")
+    path = str(base or trainer["model_path"])
+    files = _base_files(path, trainer, "name the right one with --base")
     folder = next(iter(files.values())).parent
-    fingerprint = trainer.get("model_fingerprint")
-    if fingerprint and model_fingerprint(folder) != fingerprint:
-        raise ConfigError(
-            f"--merge: {folder} holds another model than the adapters of {checkpoint} "
-            "were trained on; name the right one with --base"
-        )
     values = read_json(adapter_config)
     check_fields(values, _ADAPTER, adapter_config, _ADAPTER)
     for name in _ADAPTER_VARIANTS:
@@ -494,7 +497,7 @@ def _merged_tensors(
     layout = stored_layout(model, files, saved_layout(model))
     tensors: dict[str, _Merged] = {}
     if has_text_part(read_model_config(folder)):
-        tensors |= _other_parts(files, layout)
+        tensors |= _other_parts(model, files, layout)
     num_used = 0
     for name, parameter in model.named_parameters():
         layer = name.removesuffix("weight")

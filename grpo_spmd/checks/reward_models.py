@@ -18,6 +18,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import read_model_config
+from grpo_spmd.model.config_json import text_config
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.rewards.remote.servers import Judge
 
@@ -130,7 +131,7 @@ def check_engine_judges(
                 "has no chat template; give the model's folder one (chat_template.jinja), or "
                 "take an instruct model"
             )
-        model = read_model_config(folder)
+        model = text_config(read_model_config(folder))
         positions, reply_tokens = model.get("max_position_embeddings"), reward.judge_tokens
         if isinstance(positions, int) and num_tokens > positions:
             raise ConfigError(

@@ -225,7 +225,9 @@ def _judge_slow_phases(run: RecordedRun, symptoms: Sequence[Finding]) -> Iterato
     if len(call_s) < 3 or sampling_s < _MIN_SAMPLING_S:
         return
     num_workers = setting(run, "environment.num_workers", 16)
-    calls_s = metric_curve(run.steps, "environment/calls_s_per_rank").end
+    # Only the first rank of an engine has environments, and the metric is a mean over all ranks.
+    engine_ranks = setting(run, "rollout.tensor_parallel_size", 1)
+    calls_s = engine_ranks * metric_curve(run.steps, "environment/calls_s_per_rank").end
     busy_frac = calls_s / num_workers / sampling_s
     # An agent's one call is its whole episode.
     has_agent = run.config.get("environment.agent") is not None

@@ -75,20 +75,28 @@ def _list_causes(run: RecordedRun, symptoms: Sequence[Finding]) -> list[Finding]
 
 
 def _explain(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings; one that an earlier one explains is told in the text of that one."""
+    """Returns the findings; one that an earlier one explains is told in the text of that one, with
+    all that it explains itself."""
     explanations: dict[Finding, Finding] = {}
     explained: set[Finding] = set()
     for cause in findings:
         if cause in explained:
             continue
-        effects = [
-            effect
-            for effect in findings
-            # A cause does not explain what began before it.
-            if effect is not cause
-            and effect.metric in cause.explains
-            and (effect.step is None or effect.step >= (cause.step or 0))
-        ]
+        effects: list[Finding] = []
+        remaining = [cause]
+        while remaining:
+            current = remaining.pop()
+            direct = [
+                effect
+                for effect in findings
+                # A cause does not explain what began before it.
+                if effect is not cause
+                and effect not in effects
+                and effect.metric in current.explains
+                and (effect.step is None or effect.step >= (current.step or 0))
+            ]
+            effects += direct
+            remaining += direct
         explained.update(effects)
         titles = ", ".join(effect.title + effect.suffix for effect in effects)
         text = f"{cause.text} This also explains: {titles}." if effects else cause.text

@@ -174,7 +174,10 @@ class RolloutEngine:
             options = getattr(self._engine.vllm_config, "aux_output_config", None)
             self.records_routes = options is not None and options.enable_return_routed_experts
             if options is None:
-                _log.warning("model.router_replay: off, since this vLLM does not return routes")
+                _log.warning(
+                    "model.router_replay: off: vLLM returns routes from version 0.32 on, with its "
+                    "V2 runner, for attention models and rollout.tensor_parallel_size: 1"
+                )
             return
         reason = why_not_recorded(self._llm)
         if reason is not None:
@@ -620,6 +623,10 @@ class RolloutEngine:
             routes = self._recorder.take(output.request_id, num_tokens)
         else:
             routes = output.outputs[0].routed_experts
+        # Only rollouts that train have logprobs. The routes of evaluations and judges would wait in
+        # memory for nothing.
+        if not completion.logprobs:
+            return completion
         if routes is None or len(routes) != num_tokens:
             raise EngineStateError(
                 f"generate: vLLM returned routes of {0 if routes is None else len(routes)} tokens "

@@ -29,12 +29,14 @@ _OPTION = "enable_return_routed_experts"
 _REFUSALS = ("AuxOutput", "enable-return-routed-experts")
 
 
-def recording_options(hf_config: Any) -> dict[str, Any]:
+def recording_options(hf_config: Any, engine_ranks: int) -> dict[str, Any]:
     """Returns the options that make vLLM return routes on a GPU.
 
-    Returns {} for a model without experts, and for a version of vLLM that cannot return routes in
-    the form that we read."""
-    if not num_experts(hf_config):
+    Returns {} for a model without experts, for an engine of several ranks, and for a version of
+    vLLM that cannot return routes in the form that we read."""
+    # vLLM 0.32 hands the routes to the scheduler of an engine's first rank alone, while ours has a
+    # scheduler on every rank.
+    if not num_experts(hf_config) or engine_ranks > 1:
         return {}
     # Earlier versions (such as 0.26) return routes in other forms, or not for cached prefixes.
     is_known = find_spec("vllm.config.aux_output") is not None

@@ -107,8 +107,8 @@ def start_vllm(
         # and copied; others shuffle them. It has no effect on a CPU or without experts.
         "moe_backend": "triton" if device == "cuda" else "auto",
     }
-    if model.router_replay and device == "cuda":
-        options |= recording_options(load_config(model.path))
+    if model.router_replay and device == "cuda" and not is_recurrent:
+        options |= recording_options(load_config(model.path), rollout.engine_ranks)
     if has_text_part(contents):
         options["language_model_only"] = True
     if model.lora.base_stays_in_engine:

@@ -100,7 +100,7 @@ def prove_weights(
         differences |= _differences(tensor, expected, columns, engine.dtype, step)
     in_policy = constants(policy.model)
     for name, values in engine.constants().items():
-        if not torch.equal(values, in_policy[name]):
+        if values.dtype != in_policy[name].dtype or not torch.equal(values, in_policy[name]):
             differences[name] = "the constants differ"
     if engine.takes_adapters:
         in_engine = {tensor_part.name for tensor in tensors for tensor_part in tensor.parts}

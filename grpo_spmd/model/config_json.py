@@ -66,7 +66,6 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     # Some models have a list of these, one for each layer.
     if not isinstance(kv_heads, int) or not isinstance(config.get("head_dim") or 1, int):
         return None
-    kinds = config.get("layer_types") or []
     return Dimensions(
         hidden,
         layers,
@@ -75,9 +74,18 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
         head_dim(config),
         intermediate=intermediate,
         vocabulary=vocabulary,
-        recurrent_layers=kinds.count("linear_attention"),
+        recurrent_layers=_num_recurrent_layers(config, layers),
         state_bytes=state_bytes(config),
     )
+
+
+def _num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        return kinds.count("linear_attention")
+    # transformers' rule and default for Qwen3.5.
+    interval = config.get("full_attention_interval", 4)
+    return num_layers - num_layers // interval if state_bytes(config) else 0
 
 
 def state_bytes(config: Mapping[str, Any]) -> int:
@@ -88,9 +96,11 @@ def state_bytes(config: Mapping[str, Any]) -> int:
     heads = config.get("linear_num_value_heads")
     if not isinstance(heads, int):
         return 0
-    key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
-    channels = 2 * config["linear_num_key_heads"] * key_dim + heads * value_dim
-    past_inputs = channels * (config["linear_conv_kernel_dim"] - 1)
+    # transformers has the same defaults.
+    key_dim = config.get("linear_key_head_dim", 128)
+    value_dim = config.get("linear_value_head_dim", 128)
+    channels = 2 * config.get("linear_num_key_heads", 16) * key_dim + heads * value_dim
+    past_inputs = channels * (config.get("linear_conv_kernel_dim", 4) - 1)
     return int(4 * heads * key_dim * value_dim + 2 * past_inputs)
 
 
@@ -128,8 +138,15 @@ def has_text_part(config: Mapping[str, Any]) -> bool:
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the config.json of the model that trains: of the text part, if there are others."""
-    return dict(config["text_config"] if has_text_part(config) else config)
+    """Returns the config.json of the model that trains: of the text part, if there are others.
+
+    Raises ConfigError if it has no text part."""
+    if not has_text_part(config):
+        return dict(config)
+    part = config.get("text_config")
+    if not isinstance(part, dict):
+        raise ConfigError(f"config.json: text_config must be a mapping; got {part!r:.80}")
+    return part
 
 
 def has_recurrent_layers(config: Mapping[str, Any]) -> bool:

@@ -10,6 +10,7 @@ transformers' own router code runs: only its call of `topk` gets the given exper
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,6 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.config_json import has_recurrent_layers
+from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.records import RowRoutes
 
 
@@ -36,9 +40,32 @@ def router_kind(model: Any) -> RouterKind | None:
     if recorder is None or not hasattr(recorder, "target_class"):
         return None
     kind = RouterKind(recorder.target_class, recorder.index)
-    return (
-        kind if any(isinstance(module, kind.module_class) for module in model.modules()) else None
-    )
+    routers = [module for module in model.modules() if isinstance(module, kind.module_class)]
+    return kind if routers and all(map(_can_replay, routers)) else None
+
+
+def _can_replay(router: nn.Module) -> bool:
+    """Returns True if a router is a matrix [E, H] whose forward pass takes the hidden states alone
+    and chooses with topk, as `_GivenExperts` expects."""
+    weight, forward = getattr(router, "weight", None), inspect.unwrap(type(router).forward)
+    is_simple = len(inspect.signature(forward).parameters) == 2  # self and the hidden states
+    return isinstance(weight, Tensor) and is_simple and "topk" in forward.__code__.co_names
+
+
+def refuse_balance_loss(path: str) -> None:
+    """Raises ConfigError if the model at `path` has no routers that a load-balance loss trains."""
+    config = load_config(path)
+    key = "loss.router_aux_coef"
+    if not num_experts(config):
+        raise ConfigError(f"{key}: {path} has no experts; leave it out")
+    if has_recurrent_layers(config.to_dict()):
+        raise ConfigError(f"{key}: vLLM returns no routes of recurrent models; leave it out")
+    # GLM4-MoE's sigmoids are balanced by its correction bias, and P_e is no softmax of them.
+    if getattr(config, "n_group", None) is not None:
+        raise ConfigError(
+            f"{key}: {path} balances its experts by a correction bias, and its routers give no "
+            "probabilities that sum to 1; leave it out"
+        )
 
 
 def num_experts(hf_config: Any) -> int:

@@ -63,7 +63,7 @@ def test_it_needs_no_more_memory_than_one_file(tmp_path: Path) -> None:
         2,
     )
     (tmp_path / "c/model").mkdir()
-    (tmp_path / "c/model/config.json").write_text("{}")
+    (tmp_path / "c/model/config.json").write_text('{"model_type": "llama"}')
     finish(tmp_path / "c", 2)
     script = (
         "import resource, sys, torch, safetensors.torch\n"
@@ -138,7 +138,7 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
     shard.write_bytes(content)
     shutil.copytree(checkpoint, newer)
     (newer / "manifest.json").unlink()
-    finish(newer, 2, format=2)
+    finish(newer, 2, format=3)
     shutil.copytree(checkpoint, unsealed)
     (unsealed / "manifest.json").unlink()
     out = tmp_path / "out"

@@ -184,6 +184,6 @@ def test_a_mask_that_is_off_by_one_is_refused(run: Path, tmp_path: Path) -> None
         values["turns"][sampled]["token_ids"].append(inputs.pop(0))
 
     with pytest.raises(
-        ConfigError, match=r"step_000001\.jsonl:5: the tokens that its segments have as"
+        ConfigError, match=r"step_000001\.jsonl:5: the tokens that its segments mark as"
     ):
         read_step(changed(run, tmp_path, 4, late), 1)

@@ -848,8 +848,8 @@ for engine, *says in (
         "revision: the policy reads what model.path gives",
         "hf download --revision",
     ),
-    ("runner: pooling", "runner: the engine generates", "take it out"),
-    ("convert: embed", "convert: the engine generates"),
+    ("runner: pooling", "runner: the engine is only used to generate", "take it out"),
+    ("convert: embed", "convert: the engine is only used to generate"),
     (
         "speculative_config: {method: ngram}",
         "speculative_config: with drafts the engine has weights that no sync",

@@ -205,11 +205,11 @@ def test_a_later_format_is_told_from_damage(tmp_path: Path, name: str) -> None:
     later version has
     done."""
     folder = make_checkpoint(tmp_path, 3)
-    later = json.loads((folder / name).read_text()) | {"format": 2}
+    later = json.loads((folder / name).read_text()) | {"format": 3}
     (folder / name).write_text(json.dumps(later))
     if name == "trainer.json":
         write_manifest_anew(folder)
-    with pytest.raises(NewerFormatError, match="format 2, this one reads up to 1"):
+    with pytest.raises(NewerFormatError, match="format 3, this one reads up to 2"):
         verify_checkpoint(folder)
 
 

@@ -275,13 +275,12 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         (
             gone,
             None,
-            r"^the base model .*gone cannot be found .*; name it with --base$",
+            r"^the base model .*gone cannot be found .*; name the right one with --base$",
         ),
         (
             gone,
             second,
-            r"^--merge: .*other holds another model than the adapters of .* name the right one "
-            r"with --base$",
+            r"^.*other holds another model than the run began with; name the right one with --base$",
         ),
         (strange, None, r"adapter_config.json: use_dora must be off; got True$"),
         (layers, None, r"\d+ tensors of adapters belong to no layer of "),

@@ -246,7 +246,7 @@ def test_tokens_have_the_colour_of_their_difference(tmp_path: Path) -> None:
     written = COLOUR.sub(b"", on_terminal(str(run), "--best", "1"))
     assert b"    ab<end>\r\n" in written
     assert b"tokens in yellow: policy and engine 1.0e-4 nats apart or more" in written
-    assert b"    ab\r\n" in on_terminal(str(run), "--best", "1", NO_COLOR="1")
+    assert b"    ab<end>\r\n" in on_terminal(str(run), "--best", "1", NO_COLOR="1")
 
 
 def _piped(*words: str) -> subprocess.CompletedProcess[bytes]:

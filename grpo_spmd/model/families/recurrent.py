@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+# Functions in transformers' modeling files that kernels of other packages may replace.
+_KERNEL_FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 
 def compute_by_sequence(model: nn.Module) -> None:
@@ -46,6 +51,25 @@ def _has_kernels() -> bool:
     )
 
 
+@contextmanager
+def torch_functions(code: dict[str, Any]) -> Iterator[None]:
+    """Returns a context manager. Within it the functions of transformers' modeling file `code`
+    compute in PyTorch, even if a kernel has taken their place.
+
+    transformers 5.19 chooses at import time; the kernels of flash-linear-attention refuse float32.
+    """
+    kernels = {
+        name: function
+        for name, function in code.items()
+        if name in _KERNEL_FUNCTIONS and hasattr(function, "__wrapped__")
+    }
+    try:
+        code.update({name: function.__wrapped__ for name, function in kernels.items()})
+        yield
+    finally:
+        code.update(kernels)
+
+
 class SequenceWise:
     """Replaces the forward passes of a decoder layer and of a module in it that runs along the row.
 
@@ -55,6 +79,7 @@ class SequenceWise:
         self.layer = layer
         # The module's own forward pass, [number, length, D] to the same.
         self._module_forward: Callable[..., Tensor] = module.forward
+        self._code = vars(sys.modules[type(module).__module__])
         self._layer_forward = layer.forward
         self._layout: Any = None  # of the packed row that is computed; None without one
         # Attributes of the instances hide the methods of their classes.
@@ -79,7 +104,9 @@ class SequenceWise:
         """The module's forward pass over a packed row [1, T, D]."""
         layout = self._layout
         if layout is None:
-            return self._module_forward(hidden_states, *args, **options)
+            # The plain passes of proofs/ must not be computed by what they prove.
+            with torch_functions(self._code):
+                return self._module_forward(hidden_states, *args, **options)
         if layout.backend != "sdpa" and _has_kernels():
             # The kernels begin anew at each sequence by themselves.
             positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
@@ -87,8 +114,9 @@ class SequenceWise:
             options |= {"cu_seq_lens_q": layout.starts.long(), "seq_idx": numbers[None].int()}
             return self._module_forward(hidden_states, *args, **options)
         rows = hidden_states[0].split([number * length for number, length in layout.runs])
-        outputs = [
-            self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)
-            for row, run in zip(rows, layout.runs, strict=True)
-        ]
+        with torch_functions(self._code):
+            outputs = [
+                self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)
+                for row, run in zip(rows, layout.runs, strict=True)
+            ]
         return torch.cat(outputs)[None]

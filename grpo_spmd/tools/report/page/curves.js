@@ -39,7 +39,7 @@ const CHARTS = [
   { title: "host memory of reward and environment workers, and of what is offloaded, GiB", keys: /^memory\/host\// },
   { title: "how episodes ended", keys: /^episode\/.+_frac$/ },
   { title: "turns and contexts (segments) per episode", keys: /^episode\/(turns|segments)_mean$/ },
-  { title: "tokens per episode that were not sampled: prompts, tools, environment", keys: ["episode/given_tokens_mean"] },
+  { title: "tokens per episode that were given, not sampled", keys: ["episode/given_tokens_mean"] },
   { title: "dynamic sampling", keys: /^dynamic_sampling\// },
   { title: "environment calls, s", keys: /^environment\/calls?_s/ },
   { title: "updates", keys: ["optim/updates", "optim/skipped_updates"] },
