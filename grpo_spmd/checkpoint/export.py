@@ -98,12 +98,13 @@ class _StoredRows:
     def read(self, dtype: str) -> Tensor:
         """Returns the rows as `dtype`, rounded to nearest even."""
         from grpo_spmd.model.families.stored import SavedTensor, read_rows
+        from grpo_spmd.model.sharding import num_columns
 
+        name, shape = self.tensor.name, self.tensor.shape
         result = _empty_tensor(self.shape, dtype)
-        # SavedTensor counts all dimensions but the last as rows: each index of the first dimension
-        # has `height` of these rows.
-        name, height = self.tensor.name, math.prod(self.tensor.shape[1:-1])
-        rows = result.view(-1, self.tensor.shape[-1])
+        # A vector is a matrix of one column, and all dimensions but the last make rows: each index
+        # of the first dimension has `height` of them.
+        rows, height = result.view(-1, num_columns(shape)), math.prod(shape[1:-1])
         for piece in self.tensor.pieces:
             # A piece, too, can be described as a tensor on disk with some of the parameter's rows.
             stored = SavedTensor(name, piece.first_row * height, piece.shape)

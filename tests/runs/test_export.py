@@ -165,7 +165,7 @@ def test_bad_input_costs_one_line(tmp_path: Path) -> None:
         ),
         (
             (newer, out),
-            f"{newer}: written by a newer grpo_spmd (format 2, this one reads up to 1); update "
+            f"{newer}: written by a newer grpo_spmd (format 3, this one reads up to 2); update "
             "grpo_spmd",
         ),
         (

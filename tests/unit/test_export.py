@@ -280,7 +280,8 @@ def test_what_cannot_be_merged_is_refused_in_one_line(
         (
             gone,
             second,
-            r"^.*other holds another model than the run began with; name the right one with --base$",
+            r"^.*other holds another model than the run began with; name the right one with "
+            r"--base$",
         ),
         (strange, None, r"adapter_config.json: use_dora must be off; got True$"),
         (layers, None, r"\d+ tensors of adapters belong to no layer of "),
