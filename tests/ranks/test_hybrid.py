@@ -153,4 +153,4 @@ def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
             for name, expected in expected_gradients.items():
                 difference = relative_difference(gradients[name], expected)
                 is_state = name.endswith(STATE_PARAMETERS)
-                assert difference < (1e-3 if is_state else 10 * looser), (split, name, difference)
+                assert difference < (1e-3 if is_state else 20 * looser), (split, name, difference)

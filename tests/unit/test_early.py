@@ -544,6 +544,9 @@ def test_only_where_keys_were_given_are_they_the_reason(
     ):
         monkeypatch.setattr(start, name, lambda *_: None)
     session: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), world_size=1, attempt=0)
+    monkeypatch.setattr(start, "read_model_config", lambda folder: {})
+    monkeypatch.setattr(start, "checkpoint_folder", Path)
+    monkeypatch.setattr(start, "load_config", lambda path: SimpleNamespace())
     monkeypatch.setattr(start, "total_bytes", lambda device: 80 << 30)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a card")
     keys = {"attention_backend": "FOO", "max_num_seqs": 5} if with_keys else {}

@@ -263,7 +263,7 @@ def faults(trials: Trials) -> int:
         sees(kind, "a teacher's logprob of a token that the update is given", of_later_rows)
     sees(
         "sampled",
-        "in another form",
+        "of another kind than the config",
         of_rows(lambda _, signal: dataclasses.replace(signal, coef=0.1)),
     )
 
