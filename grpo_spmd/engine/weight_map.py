@@ -103,7 +103,10 @@ def _hf_names_by_engine_name(
     model: Any, hf_names: Collection[str], saved: SavedLayout
 ) -> dict[str, str]:
     """Returns the HF name for each name that vLLM's model has for it."""
+    # Granite-MoE's class for causal LM leaves it to the decoder inside.
     mapper = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        mapper = getattr(getattr(model, "model", None), "hf_to_vllm_mapper", None)
     # vLLM has get_rename_mapper from 0.30 on, get_unstacked_mapper in 0.28; before, no mapper
     # stacks tensors.
     for name in ("get_rename_mapper", "get_unstacked_mapper"):
