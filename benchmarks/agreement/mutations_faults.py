@@ -680,7 +680,7 @@ FAULTS = (
         "model/families/recurrent.py",
         _BY_SEQUENCE,
         "            self._module_forward(torch.cat([row.unflatten(0, run).roll(1, 0)[:, -3:], "
-        "row.unflatten(0, run)], 1), *args, **options)[:, 3:].flatten(0, 1)\n",
+        "row.unflatten(0, run)], 1), *args, **options)[:, -run[1]:].flatten(0, 1)\n",
         (_PACKED_HYBRID,),
         overrides=_HYBRID,
     ),
