@@ -37,6 +37,7 @@ from grpo_spmd.model.config_json import (
     has_recurrent_layers,
     has_text_part,
     head_dim,
+    num_recurrent_layers,
     state_bytes,
     text_config,
 )
@@ -210,11 +211,12 @@ def _cpu_kv_cache_bytes(
             "on a CPU only in bfloat16"
         )
     itemsize = 4 if model.dtype == "float32" else 2
-    num_recurrent = (contents.get("layer_types") or []).count("linear_attention")
+    num_layers = config.num_hidden_layers
+    num_attention_layers = num_layers - num_recurrent_layers(contents, num_layers)
     # 2: a token has keys and values.
-    token_bytes = 2 * (config.num_hidden_layers - num_recurrent) * heads * width * itemsize
+    token_bytes = 2 * num_attention_layers * heads * width * itemsize
     sequence_bytes = max_rollout_tokens * token_bytes
-    sequence_bytes += config.num_hidden_layers * state_bytes(contents)
+    sequence_bytes += num_layers * state_bytes(contents)
     num_sequences = rollout.num_launched_prompts * rollout.group_size
     num_engines = max(1, world_size // rollout.engine_ranks)
     return max(64 << 20, min(int(sequence_bytes * num_sequences // num_engines), cpu_cache_bytes()))

@@ -210,7 +210,7 @@ class _Rank0Step:
                     "rollout() is given"
                 )
             raise RewardError.about(
-                [*self._counts.first_errors, None][0],
+                next(iter(self._counts.first_errors), None),
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
                 "every value was None, NaN or not a number; see the module docstring of "
                 "grpo_spmd.rewards for what these mean",

@@ -74,12 +74,13 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
         head_dim(config),
         intermediate=intermediate,
         vocabulary=vocabulary,
-        recurrent_layers=_num_recurrent_layers(config, layers),
+        recurrent_layers=num_recurrent_layers(config, layers),
         state_bytes=state_bytes(config),
     )
 
 
-def _num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
+def num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
+    """Returns how many of the layers keep a state of each sequence, and no keys and values."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return kinds.count("linear_attention")

@@ -48,7 +48,7 @@ from grpo_spmd.model.families.stored import (
 )
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
-from grpo_spmd.model.routing import replay_in_layers, router_kind
+from grpo_spmd.model.routing import layer_routers, num_experts, replay_in_layers
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -85,14 +85,10 @@ class Policy(nn.Module):
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
         """Upper bound of a rollout's tokens, as the engine was told."""
-        kind = router_kind(self.model)
-        routers: list[Any] = [
-            m for m in self.model.modules() if kind and isinstance(m, kind.module_class)
-        ]
-        self.num_routers = len(routers)
+        self.num_routers = len(layer_routers(self.model))
         """Layers with a router that can replay; 0 for a dense model."""
-        self.num_experts: int = routers[0].weight.shape[0] if routers else 0
-        """Experts of a layer."""
+        self.num_experts = num_experts(self.model.config)
+        """Experts of a layer; 0 for a dense model."""
         self.replays_routes = False
         """True if the engine records routes for this policy's rollouts."""
 
@@ -236,8 +232,9 @@ def build_policy(
             lora.add_adapters(policy.model, config.lora)
         policy.lora = config.lora
     layers = decoder_layers(policy.model)
-    for layer, run in zip(layers, replay_in_layers(policy.model, layers), strict=True):
-        set_up_layer(layer, trainable and config.recompute, config.compile, run)
+    runs = replay_in_layers(policy.model)
+    for number, layer in enumerate(layers):
+        set_up_layer(layer, trainable and config.recompute, config.compile, runs.get(number))
     # The root keeps embedding and lm_head gathered from forward to backward pass. A frozen model
     # has no backward pass, and would keep them for good.
     shard_over_ranks(policy, layers, session.mesh, compute, reshard_root=not trainable)
@@ -268,11 +265,11 @@ def build_policy(
 def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
     """Raises ConfigError if FSDP, which gives whole experts to a rank, would pad by a quarter."""
     for parameter in policy.model.parameters():
-        num_experts = len(parameter)
-        padded = -(-num_experts // num_ranks) * num_ranks
-        if has_experts(parameter.shape) and padded > 1.25 * num_experts:
+        num_rows = len(parameter)
+        padded = -(-num_rows // num_ranks) * num_ranks
+        if has_experts(parameter.shape) and padded > 1.25 * num_rows:
             raise ConfigError(
-                f"model.path: {path} has {num_experts} experts a layer, which {num_ranks} ranks "
+                f"model.path: {path} has {num_rows} experts a layer, which {num_ranks} ranks "
                 f"would hold as {padded}; set model.num_replicas so that fewer ranks share a model"
             )
 

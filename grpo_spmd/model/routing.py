@@ -11,7 +11,7 @@ transformers' own router code runs: only its call of `topk` gets the given exper
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.config_json import has_recurrent_layers
+from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.records import RowRoutes
 
@@ -42,6 +43,19 @@ def router_kind(model: Any) -> RouterKind | None:
     kind = RouterKind(recorder.target_class, recorder.index)
     routers = [module for module in model.modules() if isinstance(module, kind.module_class)]
     return kind if routers and all(map(_can_replay, routers)) else None
+
+
+def layer_routers(model: Any) -> dict[int, nn.Module]:
+    """Returns the routers that can replay, by the number of their decoder layer."""
+    kind = router_kind(model)
+    if kind is None:
+        return {}
+    return {
+        number: module
+        for number, layer in enumerate(decoder_layers(model))
+        for module in layer.modules()
+        if isinstance(module, kind.module_class)
+    }
 
 
 def _can_replay(router: nn.Module) -> bool:
@@ -177,19 +191,12 @@ class _AddLoss(torch.autograd.Function):
         return grad, grad.new_ones((), dtype=torch.float64)
 
 
-def replay_in_layers(model: Any, layers: Iterable[nn.Module]) -> list[Callable[..., Any] | None]:
-    """Installs a LayerRouter in each layer that has a router. Returns its `run_layer` for each
-    layer, None for a layer without a router."""
-    kind = router_kind(model)
-    wrappers: list[Callable[..., Any] | None] = []
-    for number, layer in enumerate(layers):
-        router = None
-        if kind is not None:
-            modules = (m for m in layer.modules() if isinstance(m, kind.module_class))
-            router = next(modules, None)
-        if router is None or kind is None:
-            wrappers.append(None)
-        else:
-            replay = LayerRouter(router, number, kind, num_experts=num_experts(model.config))
-            wrappers.append(replay.run_layer)
-    return wrappers
+def replay_in_layers(model: Any) -> dict[int, Callable[..., Any]]:
+    """Installs a LayerRouter in each decoder layer that has a router. Returns their `run_layer`, by
+    the number of the layer."""
+    kind, size = router_kind(model), num_experts(model.config)
+    return {
+        layer: LayerRouter(router, layer, kind, num_experts=size).run_layer
+        for layer, router in layer_routers(model).items()
+        if kind is not None
+    }

@@ -28,8 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 from grpo_spmd.learn.contexts import RowContext
-from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.routing import RouterKind, router_kind
+from grpo_spmd.model.routing import RouterKind, layer_routers, router_kind
 from grpo_spmd.records import Segment
 
 _NAME = "grpo_spmd_plain"
@@ -115,20 +114,15 @@ def use_plain_routes(model: Any, experts: Tensor | None) -> Iterator[dict[int, T
     if experts is None or kind is None:
         yield logits
         return
-    routers: list[tuple[int, Any]] = [
-        (number, module)
-        for number, layer in enumerate(decoder_layers(model))
-        for module in layer.modules()
-        if isinstance(module, kind.module_class)
-    ]
-    forwards = [router.forward for _, router in routers]
+    routers = layer_routers(model)
+    forwards = [router.forward for router in routers.values()]
     try:
-        for number, router in routers:
+        for number, router in routers.items():
             given = experts[:, :, number].flatten(0, 1)
             router.forward = partial(_route_plainly, router, kind, number, given, logits)
         yield logits
     finally:
-        for (_, router), forward in zip(routers, forwards, strict=True):
+        for router, forward in zip(routers.values(), forwards, strict=True):
             router.forward = forward
 
 

@@ -114,6 +114,18 @@ def test_it_leaves_in_time_and_without_a_trace(
         assert json.loads(marker.read_text()) == {"step": 2, "reason": "Ctrl-C", "saved": True}
 
 
+def press_while_scoring(job: TerminalJob, folder: Path) -> tuple[int, list[str]]:
+    """Presses Ctrl-C when REWARD has begun. Returns exit code and lines; fails if it takes long."""
+    while not (folder / "scores").exists():
+        job.read_until("")
+        time.sleep(0.1)
+    start = time.monotonic()
+    job.press_ctrl_c()
+    code, lines = job.wait(60)
+    assert time.monotonic() - start < FAR_S, lines
+    return code, lines
+
+
 def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Path) -> None:
     """Its rewards would take another minute."""
     (tmp_path / "reward.py").write_text(REWARD.format(folder=str(tmp_path)))
@@ -136,15 +148,9 @@ def test_a_run_that_scores_gives_the_step_up_and_says_how_to_go_on(tmp_path: Pat
         str(config),
     ]
     job = TerminalJob(command, tmp_path / "temporary")
-    while not (tmp_path / "scores").exists():
-        job.read_until("")
-        time.sleep(0.1)
-    start = time.monotonic()
-    job.press_ctrl_c()
-    code, lines = job.wait(60)
+    code, lines = press_while_scoring(job, tmp_path)
     text = "\n".join(lines)
     assert code == 0, text
-    assert time.monotonic() - start < FAR_S, text
     num_steps = len((tmp_path / "run/metrics.jsonl").read_text().splitlines())
     assert num_steps > 0
     assert after_press(lines) == [
@@ -178,16 +184,10 @@ def test_an_evaluation_alone_leaves_nothing_behind(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "grpo_spmd.cli", "eval", str(model), "--config", str(config)]
     job = TerminalJob([*command, f"--json={figures}"], tmp_path / "temporary")
-    while not (tmp_path / "scores").exists():
-        job.read_until("")
-        time.sleep(0.1)
-    start = time.monotonic()
-    job.press_ctrl_c()
-    code, lines = job.wait(60)
+    code, lines = press_while_scoring(job, tmp_path)
     text = "\n".join(lines)
     assert code == 1, text
     assert after_press(lines) == ["stopped by Ctrl-C; the evaluation has no figures"]
-    assert time.monotonic() - start < FAR_S, text
     assert "Traceback" not in text
     assert not figures.exists()
     assert not (tmp_path / "run").exists()

@@ -8,7 +8,8 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from grpo_spmd.engine.gather import full_tensors, gather_pieces
+from grpo_spmd.engine.engine import RolloutEngine
+from grpo_spmd.engine.gather import full_tensors, gather_pieces, saved_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -23,3 +24,11 @@ def gather_full_tensors(
     shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
     with closing(gather_pieces(shards, dtype, bucket_bytes, stats)) as pieces:
         yield from full_tensors(pieces, dtype)
+
+
+def load_full_tensors(policy: Policy, engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
+    """Collective. Gives the engine these tensors, by the policy's names, as version 1."""
+    engine.sleep()
+    engine.wake_weights()
+    engine.load_weights(saved_tensors(iter(weights.items()), policy.saved), 1)
+    engine.wake_kv_cache()

@@ -103,18 +103,17 @@ class SequenceWise:
     def _compute(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
         """The module's forward pass over a packed row [1, T, D]."""
         layout = self._layout
-        if layout is None:
-            # The plain passes of proofs/ must not be computed by what they prove.
-            with torch_functions(self._code):
-                return self._module_forward(hidden_states, *args, **options)
-        if layout.backend != "sdpa" and _has_kernels():
+        if layout is not None and layout.backend != "sdpa" and _has_kernels():
             # The kernels begin anew at each sequence by themselves.
             positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
             numbers = torch.searchsorted(layout.starts, positions, right=True) - 1
             options |= {"cu_seq_lens_q": layout.starts.long(), "seq_idx": numbers[None].int()}
             return self._module_forward(hidden_states, *args, **options)
-        rows = hidden_states[0].split([number * length for number, length in layout.runs])
         with torch_functions(self._code):
+            # A plain pass of proofs/, which must not be computed by what it proves.
+            if layout is None:
+                return self._module_forward(hidden_states, *args, **options)
+            rows = hidden_states[0].split([number * length for number, length in layout.runs])
             outputs = [
                 self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)
                 for row, run in zip(rows, layout.runs, strict=True)

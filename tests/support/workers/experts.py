@@ -20,14 +20,13 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.families.stored import constants
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout, SyncStats
-from tests.support.full_tensors import gather_full_tensors
+from tests.support.full_tensors import gather_full_tensors, load_full_tensors
 
 LENGTHS = (12, 21, 9, 30)
 PROMPT = 5
@@ -89,7 +88,7 @@ def faults_are_seen(policy: Policy, engine: RolloutEngine) -> int:
         faults += [("bias", one_bias_moved)]
     for leaf, change in faults:
         name = names[leaf]
-        _load(policy, engine, {**clean, name: change(clean[name].clone())})
+        load_full_tensors(policy, engine, {**clean, name: change(clean[name].clone())})
         try:
             prove_weights(policy, engine, 1)
         except Rank0Error as error:
@@ -98,7 +97,7 @@ def faults_are_seen(policy: Policy, engine: RolloutEngine) -> int:
             assert "in 1 of" in str(error), error  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {change.__name__}")
-        _load(policy, engine, clean)
+        load_full_tensors(policy, engine, clean)
         prove_weights(policy, engine, 1)
     return len(faults)
 
@@ -136,13 +135,6 @@ FAULTS: list[tuple[str, Callable[[Tensor], Tensor]]] = [
     ("down_proj", two_experts_exchanged),
     ("down_proj", one_row_moved),
 ]
-
-
-def _load(policy: Policy, engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
-    engine.sleep()
-    engine.wake_weights()
-    engine.load_weights(saved_tensors(iter(weights.items()), policy.saved), 1)
-    engine.wake_kv_cache()
 
 
 if __name__ == "__main__":

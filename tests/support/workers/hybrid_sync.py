@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.load import load_config
@@ -26,14 +25,13 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import SyncStats
-from tests.support.full_tensors import gather_full_tensors
+from tests.support.full_tensors import gather_full_tensors, load_full_tensors
 from tests.support.workers.sync import disturb
 
 PROMPTS = [[5] * 40, [5] * 40, *([start, 8, 9, *range(1, 4 * start)] for start in range(1, 13))]
@@ -131,7 +129,7 @@ def faults_are_seen(policy: Policy, engine: RolloutEngine) -> int:
         name = next(name for name in clean if name.endswith(leaf))
         wrong = clean[name].clone()
         wrong[-1] = wrong[0]
-        _load(policy, engine, {**clean, name: wrong})
+        load_full_tensors(policy, engine, {**clean, name: wrong})
         try:
             prove_weights(policy, engine, 1)
         except Rank0Error as error:
@@ -139,16 +137,9 @@ def faults_are_seen(policy: Policy, engine: RolloutEngine) -> int:
             assert "in 1 of" in str(error), error  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {name}")
-    _load(policy, engine, clean)
+    load_full_tensors(policy, engine, clean)
     prove_weights(policy, engine, 1)
     return len(FAULTS)
-
-
-def _load(policy: Policy, engine: RolloutEngine, weights: dict[str, Tensor]) -> None:
-    engine.sleep()
-    engine.wake_weights()
-    engine.load_weights(saved_tensors(iter(weights.items()), policy.saved), 1)
-    engine.wake_kv_cache()
 
 
 if __name__ == "__main__":
