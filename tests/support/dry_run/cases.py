@@ -226,6 +226,8 @@ class Trials:
             *optimizer_state(updater.optimizer),
         ]
         old = [self.cuda.values(_local(tensor)) for tensor in tensors]
+        # Earlier cases' models are in reference cycles: they would else be freed at any later time.
+        gc.collect()
         retained, live = offload.held_bytes, self.cuda.ledger.live
         offload.before_sync()
         sum(1 for _ in gather_full_tensors(policy, torch.bfloat16, BUCKET_BYTES, SyncStats()))
