@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
-from grpo_spmd.demo.countdown import fill_experts_demo, make_demo
+from grpo_spmd.demo.countdown import fill_experts_demo, fill_hybrid_demo, make_demo
 from grpo_spmd.demo.making import make_folder
 from tests.support.processes import torchrun
 
@@ -73,9 +73,19 @@ def main() -> None:
         make_demo(Path(folder, "2"), seed=0)
         runs = {name: ("2", "demo.yaml", overrides) for name, overrides in VARIANTS.items()}
         for seed in range(3):
-            name = f"mixture of experts, seed {seed}"
-            runs[name] = ("experts", "demo-experts.yaml", (f"seed={seed}",))
+            seed_override = (f"seed={seed}",)
+            without_replay = (*seed_override, "model.router_replay=false")
+            runs |= {
+                f"mixture of experts, seed {seed}": ("experts", "demo-experts.yaml", seed_override),
+                f"experts without replay, seed {seed}": (
+                    "experts",
+                    "demo-experts.yaml",
+                    without_replay,
+                ),
+                f"hybrid, seed {seed}": ("hybrid", "demo-hybrid.yaml", seed_override),
+            }
         make_folder(Path(folder, "experts"), {}, partial(fill_experts_demo, seed=0))
+        make_folder(Path(folder, "hybrid"), {}, partial(fill_hybrid_demo, seed=0))
         for name, run in runs.items():
             if is_chosen(name):
                 rewards = _train(Path(folder), *run)
