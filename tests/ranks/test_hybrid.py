@@ -4,15 +4,17 @@ the engine, beside plain transformers."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from grpo_spmd.checkpoint.export import StoredTensor, stored_tensors
+from grpo_spmd.checkpoint.export import StoredTensor, export_merged, stored_tensors
 from grpo_spmd.config.load import load_config
 from tests.ranks.test_partition import (
     ONE_ROW,
@@ -96,6 +98,51 @@ def test_the_text_part_of_a_multimodal_folder_trains_and_is_exported_with_its_ot
     ids = torch.arange(1, 20)[None]
     with torch.no_grad():
         assert torch.equal(text(ids).logits, whole(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "is_multimodal"),
+    [
+        ("qwen3_5_text", True),
+        pytest.param("qwen3_5_text", False, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_moe_text", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_train_and_their_merged_export_is_served(
+    tmp_path: Path, family: str, is_multimodal: bool
+) -> None:
+    """Adapters on projections of gated delta nets too. The engine that loads the merged files
+    answers as transformers with peft's adapters does, and not as the base."""
+    make = make_multimodal if is_multimodal else partial(make_model, tied=True)
+    folder = make(tmp_path / "model", family)
+    sections: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 4}},
+        "optimizer": {"lr": 0.05},
+        "training": {"num_steps": 3},
+        "proofs": {"every_steps": 1},
+    }
+    config = write_config(tmp_path, folder, **sections)
+    output = train(2, config)
+    assert "not proved" not in output
+    checkpoint = tmp_path / "run/checkpoints/step_000003"
+    export_merged(checkpoint, tmp_path / "merged", "float32")
+    names = [load_file(path / "model.safetensors").keys() for path in (folder, tmp_path / "merged")]
+    assert names[0] == names[1]
+    adapters = load_file(checkpoint / "adapter_model.safetensors")
+    assert any("in_proj_qkv" in name for name in adapters)
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder, tmp_path / "merged")
+    )
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        alone = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint)(ids).logits
+        assert (
+            (merged(ids).logits - adapted).abs().max() < 1e-3 < 0.1 < (adapted - alone).abs().max()
+        )
+    output = run_worker(1, "hybrid_served", str(config), str(tmp_path / "merged"))
+    assert "answers as transformers does" in output
 
 
 def test_float32_is_refused_where_the_engine_cannot_compute_it(tmp_path: Path) -> None:

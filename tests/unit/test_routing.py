@@ -5,8 +5,6 @@ transformers'."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
