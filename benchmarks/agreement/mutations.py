@@ -6,9 +6,10 @@ short training, or the tests, see it?
 
 A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default
 settings, or refused it before its first step; for faults of the weight sync also with
-proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed with the fault, the fast ones first; not the whole
-suite. The first row, without a fault, goes through all of these trainings and tests and must pass.
-The exit code is 1 if it does not, or if a fault was seen by neither. A fault whose source is no
+proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed with the
+fault, the fast ones first; not the whole suite. The first row, without a fault, goes through all of
+these trainings and tests and must pass. The exit code is 1 if it does not, or if a fault was seen
+by neither. A fault whose source is no
 longer there exactly once, or which simply crashes, is a broken trial that shows nothing; that ends
 with 1 too. --check looks only whether every fault can be planted, in a second.
 
