@@ -254,7 +254,9 @@ def rounding(model: Path, run_dir: Path, dtype: str) -> float:
     the first step, at temperature 1: the mean |difference| of logprobs, over weights in `dtype`."""
     logprobs = []
     for arithmetic in (dtype, "float32"):
-        plain = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        plain = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, trust_remote_code=False
+        )
         plain = plain.to(getattr(torch, arithmetic))
         for sample in dumped(run_dir, 1):
             prompt, completion = sample["prompt_ids"], sample["completion_ids"]
