@@ -5,6 +5,7 @@ transformers'."""
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from grpo_spmd.checks.memory import route_bytes
+from grpo_spmd.checks.memory import route_bytes, size_text, training_rows
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
@@ -38,9 +39,12 @@ from grpo_spmd.learn.contexts import extend_routes, row_contexts, shorten_segmen
 from grpo_spmd.learn.router_loss import attach_loads, compare_routes
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.observe.cards import find_card
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import Completion, Episode, Prompt, Rollout, Segment, Turn
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.tools.plan.phases import make_plan
+from grpo_spmd.tools.plan.step_time import Case
 from tests.support.agents import Bytes
 from tests.support.learn import check_settings_of, updater_of
 from tests.support.models import EXPERTS, make_model, write_config
@@ -435,6 +439,8 @@ def test_the_planner_counts_the_arrays_of_a_step_s_routes(
     """The real rows of 64 rollouts of full length over two ranks, and their bytes on the way."""
     model = make_model(tmp_path / "model", "qwen3_moe", tied=True, num_experts=num_experts)
     sections: dict[str, Any] = {
+        # The planner's kernels for experts are a GPU's, which have no other format.
+        "model": {"path": str(model), "dtype": "bfloat16"},
         "data": {"max_prompt_tokens": 10},
         "rollout": {"num_prompts_per_step": 16, "group_size": 4, "max_completion_tokens": 502},
         "training": {"num_mini_batches": 2, "max_tokens_per_micro_batch": 2048},
@@ -459,6 +465,29 @@ def test_the_planner_counts_the_arrays_of_a_step_s_routes(
     assert expected == 34 * 512 * (LAYERS * K * np.dtype(dtype).itemsize + 1)
     for override in ("model.router_replay=false", "rollout.tensor_parallel_size=2"):
         assert route_bytes(load_config(tmp_path / "config.yaml", [override]), facts, 2) == 0
+    [row] = [row for row in training_rows(config, facts, 2) if row.name == "routes of the engine"]
+    assert row.value == size_text(expected)
+    plan = make_plan(Case(config, facts, find_card("H100-80GB"), 2), model)
+    assert plan.phases["logprobs"]["routes"] == plan.phases["update"]["routes"] == expected
+    assert plan.host["routes"] == 4 * expected
+
+
+def test_routes_are_at_most_four_times_in_memory_while_they_are_sent() -> None:
+    """As arrays, as bytes of each context and in the message."""
+    routes = [np.zeros((511, 48, 8), np.uint8) for _ in range(8)]
+    segments = [Segment(np.zeros(512, np.int32), np.arange(512) >= 10, array) for array in routes]
+    local = [
+        Rollout(i, 1.0, True, [0] * 10, [0] * 502, [0.0] * 502, (s,))
+        for i, s in enumerate(segments)
+    ]
+    tracemalloc.start()
+    message = encode_rollouts(local)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    num_bytes = sum(array.nbytes for array in routes)
+    assert len(message) == pytest.approx(num_bytes, rel=0.05)
+    # The message grows by half of its size at a time.
+    assert 3 * num_bytes < num_bytes + peak < 4 * num_bytes
 
 
 def test_a_layer_that_predicts_a_second_token_is_not_counted(tmp_path: Path) -> None:
