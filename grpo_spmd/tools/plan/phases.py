@@ -385,8 +385,8 @@ def make_plan(case: Case, folder: Path) -> Plan:
     host = Usage({"checkpoint's copy": state.saved + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
     host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
-    # While rollouts are sent to other ranks, their routes exist as arrays, as bytes and in a message
-    # that grows.
+    # While rollouts are sent to other ranks, their routes exist as arrays, as bytes and in a
+    # message that grows.
     host["routes"] = 4 * route_bytes(config, case.model, case.num_ranks)
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
