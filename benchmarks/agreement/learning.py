@@ -1,7 +1,7 @@
 """Whether it learns: the demo under each algorithm, and TinyZero's countdown with three to four
 numbers. Two ranks each, real vLLM.
 
-    benchmarks/run.sh learning [--only WORDS ...] [--json FILE]     about 40 minutes on 2 cores
+    benchmarks/run.sh learning [--only WORDS ...] [--json FILE]     about 50 minutes on 2 cores
 A row a variant: reward at the first step, mean of the first and of the last ten steps, whether the
 goal was reached. --only takes those whose names hold one of these.
 """
@@ -81,12 +81,17 @@ def _runs() -> dict[str, Callable[[Path, str], Row]]:
         name: partial(_demo, "2", "demo.yaml", overrides=overrides)
         for name, overrides in VARIANTS.items()
     }
+    own_routes, rounded = "model.router_replay=false", "model.dtype=bfloat16"
+    variants: list[tuple[str, str, tuple[str, ...]]] = [
+        ("mixture of experts", "experts", ()),
+        ("hybrid", "hybrid", ()),
+        ("experts without replay", "experts", (own_routes,)),
+        # In float32 engine and policy take the same routes anyway.
+        ("experts in bfloat16", "experts", (rounded,)),
+        ("experts in bfloat16 without replay", "experts", (rounded, own_routes)),
+    ]
     for seed in range(3):
-        for name, created, overrides in (
-            ("mixture of experts", "experts", ()),
-            ("hybrid", "hybrid", ()),
-            ("experts without replay", "experts", ("model.router_replay=false",)),
-        ):
+        for name, created, overrides in variants:
             runs[f"{name}, seed {seed}"] = partial(
                 _demo,
                 created,
