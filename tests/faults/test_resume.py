@@ -293,8 +293,7 @@ def test_a_mixture_of_experts_with_8_bit_moments_goes_on_to_the_bit(tmp_path: Pa
     ]
     for name, tensor in weights[0].items():
         difference = (weights[1][name] - tensor).norm() / tensor.norm()
-        print(name, float(difference))
-        assert difference < 1e-3, (name, difference)
+        assert difference < 5e-4, (name, difference)
 
 
 def saved(folder: Path, step: int) -> set[str]:
