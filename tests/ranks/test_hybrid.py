@@ -170,8 +170,11 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
 def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
     updates: tuple[Path, Path, dict[int, Results]], setting: str
 ) -> None:
-    """Ranks, replicas, micro-batches, packing, recomputation, compilation. A second optimizer step
-    hands rounding on at about ten times its size."""
+    """Ranks, replicas, micro-batches, packing, recomputation, compilation.
+
+    AdamW divides rounding by the size of a gradient, so that two optimizer steps leave parameters
+    up to 5e-6 apart. In float64, parameters so far apart have gradients that are 4e-5 apart, and
+    those of the state parameters 1e-4, whose own differences explain a third of it."""
     folder, config, results = updates
     reference = results[1][setting, ONE_ROW]
     plain = plain_update(with_setting(load_config(config), setting), folder / "reference")
@@ -191,13 +194,14 @@ def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
         assert result["grad_norm"] == pytest.approx(reference["grad_norm"], rel=looser), split
         for name, expected in reference["parameters"].items():
             difference = relative_difference(result["parameters"][name], expected)
-            # AdamW divides the state parameters' rounding by their gradients' size.
             is_state = name.endswith(STATE_PARAMETERS)
-            assert difference < (1e-4 if is_state else looser), (split, name, difference)
-        for gradients, expected_gradients in zip(
-            result["gradients"], reference["gradients"], strict=True
-        ):
+            assert difference < (5 * bound if is_state else bound), (split, name, difference)
+        pairs = zip(result["gradients"], reference["gradients"], strict=True)
+        for number, (gradients, expected_gradients) in enumerate(pairs):
+            # Before the first optimizer step all have the same parameters.
+            gradient_bound, state_bound = (2e-4, 5e-4) if number else (1e-5, 1e-4)
             for name, expected in expected_gradients.items():
                 difference = relative_difference(gradients[name], expected)
                 is_state = name.endswith(STATE_PARAMETERS)
-                assert difference < (1e-3 if is_state else 20 * looser), (split, name, difference)
+                limit = state_bound if is_state else gradient_bound
+                assert difference < limit, (split, number, name, difference)
