@@ -213,11 +213,12 @@ def route_bytes_per_token(config: Mapping[str, Any]) -> int:
     0 for a dense model, and for a recurrent one, whose routes no engine records."""
     sizes = dimensions(config)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
-    num_experts = max(config.get(name) or 0 for name in names)
-    if sizes is None or not num_experts or has_recurrent_layers(config):
+    num_experts = max((n for n in map(config.get, names) if isinstance(n, int)), default=0)
+    taken = config.get("num_experts_per_tok")
+    if sizes is None or not num_experts or not isinstance(taken, int):
         return 0
     itemsize = 1 if num_experts <= 256 else 2
-    return int(sizes.layers * config.get("num_experts_per_tok", 1) * itemsize)
+    return 0 if has_recurrent_layers(config) else sizes.layers * taken * itemsize
 
 
 def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
