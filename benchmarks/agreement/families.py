@@ -7,12 +7,14 @@ KEY=VALUE]
 A tiny random model of each is made (its sizes set by the keys that its config has) and trained for
 three steps, by the command itself, on a rank of the tests' server, or on N that share one engine;
 one that is refused is not tried in the other format. `mismatch` is the mean |policy - engine| over
-the sampled tokens, of the worst step; `proved` is how many tensors the proof of the weight sync
-covered (a tied head by itself), of those in the checkpoint. `direct` is how many are copied into
-the engine without vLLM's loader: after 20 updates, which the training and 17 changes at random
-make, all that the engine holds is compared to the bit with what the loader brings. Exit code 1
-where a run ends in a traceback or a breach, where one trains beyond rounding, where a tensor is not
-proved, or differs between the two ways.
+the sampled tokens, of the worst step. Above the bound of its format it is held against `rounds`:
+how far transformers' own passes in that format and in float32 are apart on the tokens of the first
+step, over the same weights. Twice that is rounding. `proved` is how many tensors the proof of the
+weight sync covered (a tied head by itself), of those in the checkpoint. `direct` is how many are
+copied into the engine without vLLM's loader: after 20 updates, which the training and 17 changes at
+random make, all that the engine holds is compared to the bit with what the loader brings. Exit code
+1 where a run ends in a traceback or a breach, where one trains beyond rounding, where a tensor is
+not proved, or differs between the two ways.
 """
 
 from __future__ import annotations
@@ -37,11 +39,13 @@ from benchmarks.support.models import make_model
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.config_json import refuse_by_config
+from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob
 
 STEPS = 3
 ROUNDING = {"float32": 3e-6, "bfloat16": 3e-2}  # mean |policy - engine|, nats a token
+_NOISE_FACTOR = 2  # as in proofs/gradient_check.py
 # By the names that configs have for them. Heads of 32 are the smallest that vLLM has on a CPU.
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -236,13 +240,32 @@ def trained(
     if "not proved" in output:
         reason = output.partition("not proved, ")[2].splitlines()[0]
         return _row(family, dtype, "NOT PROVED", mismatch, **result, reason=reason)
-    return _row(
-        family,
-        dtype,
-        "trains" if mismatch < ROUNDING[dtype] else "BEYOND ROUNDING",
-        mismatch,
-        **result,
-    )
+    bound = ROUNDING[dtype]
+    if mismatch >= bound:
+        result["rounds"] = rounding(model, folder / "run", dtype)
+        bound = max(bound, _NOISE_FACTOR * result["rounds"])
+    outcome = "trains" if mismatch < bound else "BEYOND ROUNDING"
+    return _row(family, dtype, outcome, mismatch, **result)
+
+
+@torch.no_grad()
+def rounding(model: Path, run_dir: Path, dtype: str) -> float:
+    """Returns how far transformers' passes in `dtype` and in float32 are apart on the samples of
+    the first step, at temperature 1: the mean |difference| of logprobs, over weights in `dtype`."""
+    logprobs = []
+    for arithmetic in (dtype, "float32"):
+        plain = transformers.AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, trust_remote_code=False
+        )
+        plain = plain.to(getattr(torch, arithmetic))
+        for sample in dumped(run_dir, 1):
+            prompt, completion = sample["prompt_ids"], sample["completion_ids"]
+            ids = torch.tensor([[*prompt, *completion]])
+            logits = plain(ids, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+            targets = ids[0, len(prompt) :, None]
+            logprobs.append(logits.log_softmax(-1).gather(-1, targets)[:, 0])
+    half = len(logprobs) // 2
+    return float((torch.cat(logprobs[:half]) - torch.cat(logprobs[half:])).abs().mean())
 
 
 def _row(
@@ -253,10 +276,12 @@ def _row(
     proved: str = "",
     direct: str = "",
     reason: str = "",
+    rounds: float | None = None,
 ) -> Row:
     displayed = "" if mismatch is None else mismatch
     result = {"family": family, "dtype": dtype, "outcome": outcome, "mismatch": displayed}
-    return result | {"proved": proved, "direct": direct, "why": reason[:200]}
+    result |= {"proved": proved, "direct": direct, "why": reason[:200]}
+    return result if rounds is None else result | {"rounds": rounds}
 
 
 def main() -> None:

@@ -87,8 +87,10 @@ def held(engine: Any, names: list[str]) -> dict[str, Tensor]:
             layer: Any = tensor.layer
             sizes = ("input_size_per_partition", "input_size", "embedding_dim")  # one rank's first
             columns = next(getattr(layer, name) for name in sizes if hasattr(layer, name))
+            # GLM4-MoE's routers are float32 in a bfloat16 engine too.
+            dtype = next(layer.parameters()).dtype
             result[tensor.engine_name] = layer.quant_method.apply(
-                layer, torch.eye(columns, dtype=engine.dtype), None
+                layer, torch.eye(columns, dtype=dtype), None
             )
     return result
 

@@ -5,10 +5,11 @@ short training, or the tests, see it?
     python -m benchmarks.agreement.mutations [--only WORDS ...] [--check]
 
 A row a fault. "running proofs": what stopped a training of four steps on two ranks at the default
-settings; for faults of the weight sync also with proofs.every_steps=1, which names the tensor.
-"tests": the first that fails of those listed with the fault, the fast ones first; not the whole
-suite. The first row, without a fault, goes through all of these trainings and tests and must pass.
-The exit code is 1 if it does not, or if a fault was seen by neither. A fault whose source is no
+settings, or refused it before its first step; for faults of the weight sync also with
+proofs.every_steps=1, which names the tensor. "tests": the first that fails of those listed with the
+fault, the fast ones first; not the whole suite. The first row, without a fault, goes through all of
+these trainings and tests and must pass. The exit code is 1 if it does not, or if a fault was seen
+by neither. A fault whose source is no
 longer there exactly once, or which simply crashes, is a broken trial that shows nothing; that ends
 with 1 too. --check looks only whether every fault can be planted, in a second.
 
@@ -259,6 +260,11 @@ def _train(copy: Path, made: Path, variants: Sequence[tuple[str, ...]]) -> str:
         )
         if code == 0:
             continue
+        # The copy without a fault trains under the same settings, so that it is the fault which the
+        # checks before the first step refuse.
+        refusal = re.search(r"^error: (.*)", output, re.MULTILINE)
+        if code == 2 and refusal is not None:
+            return f"refused at the start: {refusal[1].replace(str(made), '')[:80]}"
         error = re.search(rf"({_PROOFS}): (?:step (\d+): )?(.*)", output)
         if error is None:
             return _broken(output)

@@ -141,8 +141,10 @@ def _families(record: Record, ranks: int = 1) -> dict[str, dict[str, Rows]]:
         type_values[row["family"]] = retained | {row["dtype"]: row}
     result: dict[str, dict[str, Rows]] = {"trains": {}}
     for name, rows in sorted(type_values.items()):
-        outcome = ", ".join(dict.fromkeys(row["outcome"] for row in rows.values()))
-        result.setdefault(outcome, {})[name] = list(rows.values())
+        # What one number format refuses and the other trains, trains.
+        tried = [row for row in rows.values() if row["outcome"] != "refused"] or [*rows.values()]
+        outcome = ", ".join(dict.fromkeys(row["outcome"] for row in tried))
+        result.setdefault(outcome, {})[name] = tried
     return {outcome: types for outcome, types in result.items() if types}
 
 
@@ -184,6 +186,17 @@ def families_table(record: Record) -> Iterator[str]:
                     row["family"] for row in rows if row["family"] not in copied
                 )
                 message += f"; not compared: {listed(missing)}" if missing else ""
+            alone = [
+                name for name, rows in types.items() if {r["dtype"] for r in rows} == {"bfloat16"}
+            ]
+            message += f"; in bfloat16 alone: {listed(alone)}" if alone else ""
+            # Rows of models that round more than the bound of their format.
+            message += "".join(
+                f"; {row['family']} at {figure(row.number('mismatch'))} in {row['dtype']}, where "
+                f"transformers itself rounds {figure(row.number('rounds'))}"
+                for row in rows
+                if "rounds" in row
+            )
         yield f"| {outcome} | {len(types)} | {message} | {', '.join(types)} |"
 
 

@@ -30,6 +30,7 @@ from grpo_spmd.config.schema import (
     ADAPTER_RANKS,
     MOMENT_BLOCK,
     POLICY,
+    ROUTES_SAMPLED_EVERY,
     Config,
     LoraConfig,
     OptimizerConfig,
@@ -39,6 +40,7 @@ from grpo_spmd.model.config_json import (
     Shapes,
     kv_bytes_per_sequence,
     kv_bytes_per_token,
+    route_bytes_per_token,
 )
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
@@ -178,6 +180,23 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
     # If a rank has few rollouts, all of them together may be less than the budget.
     rank_tokens = rollouts_of_a_rank(config, num_ranks) * config.max_rollout_tokens
     return min(config.micro_batch_tokens, rank_tokens)
+
+
+def route_bytes(config: Config, model: ModelFacts, num_ranks: int) -> int:
+    """Returns the bytes of the routes of the rollouts that a rank trains on in a step, at most.
+
+    They are on its device from the exchange of the rollouts to the end of the step. 0 if the engine
+    records none."""
+    per_token = route_bytes_per_token(model.config)
+    # vLLM returns the routes of an engine on several GPUs to the first rank alone.
+    if not per_token or not config.model.router_replay or config.rollout.engine_ranks > 1:
+        return 0
+    rollouts = rollouts_of_a_rank(config, num_ranks) * config.training.num_mini_batches
+    # Some are there twice, to compare the routes with the policy's own: at most a row of them.
+    row = micro_batch_tokens(config, num_ranks) // config.max_rollout_tokens
+    rollouts += min(row, -(-rollouts // ROUTES_SAMPLED_EVERY))
+    # A byte of each token says whether it has routes.
+    return rollouts * config.max_rollout_tokens * (per_token + 1)
 
 
 # Trainer
@@ -342,6 +361,11 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
         value = size_text(tokens * vocabulary * element)
         explanation = f"{tokens} tokens x V {vocabulary} x {element} bytes in the backward pass"
     yield Row("logits of a chunk", value, explanation)
+    routes = route_bytes(config, model, num_ranks)
+    if routes:
+        per_token = route_bytes_per_token(model.config)
+        explanation = f"{per_token} bytes a token (layers x experts) + 1, of a step's rollouts"
+        yield Row("routes of the engine", size_text(routes), explanation)
     buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
     explanation = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
     explanation += "; vLLM keeps more until a layer is whole"

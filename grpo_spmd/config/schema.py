@@ -33,6 +33,9 @@ DECIDED_KEYS = (RECOMPUTE_KEY, MICRO_BATCH_KEY, ENGINE_RANKS_KEY)
 ADAPTER_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The number of consecutive columns of a row that share a scale in `optimizer.name: adamw_8bit`.
 MOMENT_BLOCK = 128
+# One rollout in this many is used to compare the policy's own routes with the engine's. A forward
+# pass without gradients takes a third of an update's time, so the comparison takes 2 % of it.
+ROUTES_SAMPLED_EVERY = 16
 # The trackers, by the names of their packages.
 TRACKERS = ("wandb", "tensorboard", "trackio")
 # As the value of teacher.path or critic.path it means the policy itself, not a folder. A folder of

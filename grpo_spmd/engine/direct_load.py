@@ -274,8 +274,13 @@ def _tensors_of_direct_layers(
     Each tensor of such a layer is plain, or packed by one call on the layer. No HF tensor in it is
     also needed by a layer that vLLM's loader must fill. Returns [] if the model has a layer that
     derives more matrices from the weights of other layers after loading (MLA)."""
+    # vLLM's method of a layer of experts is a module too, which finishes that layer alone: copies
+    # need it no more than the methods of other layers.
+    methods = {id(getattr(layer, "quant_method", None)) for layer in model.modules()}
     if any(
-        hasattr(layer, "process_weights_after_loading") and not _is_attention(layer)
+        hasattr(layer, "process_weights_after_loading")
+        and id(layer) not in methods
+        and not _is_attention(layer)
         for layer in model.modules()
     ):
         return []
@@ -318,7 +323,8 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
     if layer is None:
         return False
     if values is None:
-        return hasattr(layer, "cpu_linear")
+        # A packed weight of another format, as of GLM4-MoE's routers, is left to vLLM's loader.
+        return hasattr(layer, "cpu_linear") and bool(layer.weight.dtype == dtype)
     # The values must arrive bit by bit: no integer codes, no narrower float.
     is_exact = (
         values.is_floating_point() and values.itemsize >= dtype.itemsize and values.is_contiguous()

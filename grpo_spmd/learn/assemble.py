@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import AdvantageConfig, LossConfig
+from grpo_spmd.config.schema import ROUTES_SAMPLED_EVERY, AdvantageConfig, LossConfig
 from grpo_spmd.distributed.collectives import exchange_bytes, on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
@@ -36,10 +36,6 @@ from grpo_spmd.records import (
     RowRoutes,
     Segment,
 )
-
-# One rollout in this many is used to compare the policy's own routes with the engine's. A forward
-# pass without gradients takes a third of an update's time, so the comparison takes 2 % of it.
-_SAMPLE_EVERY = 16
 
 
 def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch, Decision]:
@@ -76,7 +72,7 @@ def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
     one forward pass."""
     room = max((sum(rollout.num_tokens for rollout in row) for row in rows), default=0)
     sample = []
-    for rollout in list(chain.from_iterable(rows))[::_SAMPLE_EVERY]:
+    for rollout in list(chain.from_iterable(rows))[::ROUTES_SAMPLED_EVERY]:
         room -= rollout.num_tokens
         if room >= 0 and any(segment.routes is not None for segment in rollout.segments):
             sample.append(rollout)

@@ -207,6 +207,20 @@ def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     return total
 
 
+def route_bytes_per_token(config: Mapping[str, Any]) -> int:
+    """Returns the bytes of a token's routes, the numbers of the experts that each layer takes.
+
+    0 for a dense model, and for a recurrent one, whose routes no engine records."""
+    sizes = dimensions(config)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    num_experts = max((n for n in map(config.get, names) if isinstance(n, int)), default=0)
+    taken = config.get("num_experts_per_tok")
+    if sizes is None or not num_experts or not isinstance(taken, int):
+        return 0
+    itemsize = 1 if num_experts <= 256 else 2
+    return 0 if has_recurrent_layers(config) else sizes.layers * taken * itemsize
+
+
 def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
     """Returns the sizes of the model at `path`, None if no local folder has them."""
     folder = local_folder(path, revision)
@@ -214,6 +228,9 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
         return None
     config = text_config(read_model_config(folder))
     shapes = shapes_from_headers(folder, tied=bool(config.get("tie_word_embeddings")))
+    # GLM-4.5's files have one layer more, which predicts a second token and which nobody trains.
+    extra = f"model.layers.{config.get('num_hidden_layers')}."
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(extra)}
     source = f"safetensors headers in {folder}"
     if not shapes:
         shapes = shapes_from_config(config)

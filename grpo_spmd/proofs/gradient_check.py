@@ -651,12 +651,18 @@ class GradientCheck:
         temperature = self._rollout.temperature
         logprobs = []
         routes = plain_routes(rollouts, device)
-        with use_plain_attention(policy.model), use_plain_routes(policy.model, routes):
+        with (
+            use_plain_attention(policy.model),
+            use_plain_routes(policy.model, routes) as router_logits,
+        ):
             for arithmetic, sign in ((nullcontext(), 1.0), (use_float32(policy), -1.0)):
                 with arithmetic:
                     plain = _plain_scores(policy, rollouts, temperature, device)
                     terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
-                    (sign * (terms["loss"].value + plain.zero)).backward()
+                    loss = terms["loss"].value + plain.zero
+                    if policy.replays_routes and self._loss.router_aux_coef:
+                        loss = loss + self._plain_balance(rollouts, router_logits).value
+                    (sign * loss).backward()
                     logprobs.append(plain.logprobs.detach())
         noise = mean_difference(logprobs[0], logprobs[1])
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))

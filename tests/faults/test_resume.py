@@ -9,6 +9,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import time
@@ -98,8 +99,14 @@ def uninterrupted(model: Path) -> Path:
 def killed(model: Path) -> Path:
     """Killed in its 4th step, one rank first, then gone on with at the same number of ranks."""
     folder = make(model.parent / "killed", model)
+    kill_in_fourth_step(folder)
+    return folder
+
+
+def kill_in_fourth_step(folder: Path) -> None:
+    """Starts a run on 2 ranks, and kills one of them once its third step is written."""
     job = start(2, folder)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while (
         not (folder / "run/metrics.jsonl").exists()
         or len((folder / "run/metrics.jsonl").read_text().splitlines()) < 3
@@ -119,7 +126,6 @@ def killed(model: Path) -> Path:
     # as a kill in the middle of a write would leave it
     (folder / "run/metrics.jsonl").open("a").write('{"step": 77, "half a li')
     (folder / "run/checkpoints/step_000004.tmp/state").mkdir(parents=True, exist_ok=True)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +258,49 @@ def test_what_would_make_it_another_run_is_refused_before_torch(
     assert code == 2, output
     assert expected in output
     assert len(output.splitlines()) == 1
+
+
+@pytest.mark.nightly
+def test_a_mixture_of_experts_with_8_bit_moments_goes_on_to_the_bit(tmp_path: Path) -> None:
+    """With replayed routes and a load-balance loss: killed in a step, gone on with on 2 ranks to
+    the bit, and on 1 rank within the rounding of a sum over ranks."""
+    model = make_model(tmp_path / "model", "qwen3_moe", tied=True)
+    write_config(tmp_path, model)
+    sections: dict[str, Any] = {
+        "optimizer": {**FEATURES["optimizer"], "name": "adamw_8bit"},
+        "loss": {**FEATURES["loss"], "router_aux_coef": 0.01},
+    }
+    whole, killed, single = (make(tmp_path / name, model, **sections) for name in "abc")
+    run(2, whole)
+    kill_in_fourth_step(killed)
+    shutil.copytree(killed / "run", single / "run")
+    run(2, killed)
+    run(1, single)
+    assert metrics(killed) == metrics(whole)
+    assert {"engine/router_disagreement_frac", "loss/router_aux"} <= metrics(whole)[-1].keys()
+    assert state(killed, 5) == state(whole, 5)
+    assert any("exp_avg_sq_scale." in name for name in saved(whole, 4))
+    for step in range(1, 6):
+        assert dumped(killed / "run", step) == dumped(whole / "run", step), step
+    # It goes on from the checkpoint of step 2, from where on rounding grows tenfold a step.
+    expected, actual = metrics(whole)[2], metrics(single)[2]
+    for name in ("loss/total", "loss/policy", "loss/kl", "loss/router_aux", "optim/grad_norm"):
+        assert math.isclose(actual[name], expected[name], rel_tol=1e-5, abs_tol=1e-6), name
+    ids = [[r["completion_ids"] for r in dumped(f / "run", 3)] for f in (whole, single)]
+    assert ids[0] == ids[1]
+    weights = [
+        load_file(f / "run/checkpoints/step_000005/model.safetensors") for f in (whole, single)
+    ]
+    for name, tensor in weights[0].items():
+        difference = (weights[1][name] - tensor).norm() / tensor.norm()
+        assert difference < 5e-4, (name, difference)
+
+
+def saved(folder: Path, step: int) -> set[str]:
+    """Names of the tensors in the first rank's shard."""
+    path = next((folder / f"run/checkpoints/step_{step:06d}/state").glob("shard_*.safetensors"))
+    with safe_open(path, framework="pt") as file:
+        return set(file.keys())
 
 
 def refused(folder: Path, override: str) -> tuple[int, str]:

@@ -4,15 +4,17 @@ the engine, beside plain transformers."""
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
 
-from grpo_spmd.checkpoint.export import StoredTensor, stored_tensors
+from grpo_spmd.checkpoint.export import StoredTensor, export_merged, stored_tensors
 from grpo_spmd.config.load import load_config
 from tests.ranks.test_partition import (
     ONE_ROW,
@@ -98,6 +100,51 @@ def test_the_text_part_of_a_multimodal_folder_trains_and_is_exported_with_its_ot
         assert torch.equal(text(ids).logits, whole(ids).logits)
 
 
+@pytest.mark.parametrize(
+    ("family", "is_multimodal"),
+    [
+        ("qwen3_5_text", True),
+        pytest.param("qwen3_5_text", False, marks=pytest.mark.nightly),
+        pytest.param("qwen3_5_moe_text", True, marks=pytest.mark.nightly),
+    ],
+)
+def test_adapters_train_and_their_merged_export_is_served(
+    tmp_path: Path, family: str, is_multimodal: bool
+) -> None:
+    """Adapters on projections of gated delta nets too. The engine that loads the merged files
+    answers as transformers with peft's adapters does, and not as the base."""
+    make = make_multimodal if is_multimodal else partial(make_model, tied=True)
+    folder = make(tmp_path / "model", family)
+    sections: dict[str, Any] = {
+        "model": {"path": str(folder), "dtype": "bfloat16", "lora": {"rank": 4}},
+        "optimizer": {"lr": 0.05},
+        "training": {"num_steps": 3},
+        "proofs": {"every_steps": 1},
+    }
+    config = write_config(tmp_path, folder, **sections)
+    output = train(2, config)
+    assert "not proved" not in output
+    checkpoint = tmp_path / "run/checkpoints/step_000003"
+    export_merged(checkpoint, tmp_path / "merged", "float32")
+    names = [load_file(path / "model.safetensors").keys() for path in (folder, tmp_path / "merged")]
+    assert names[0] == names[1]
+    adapters = load_file(checkpoint / "adapter_model.safetensors")
+    assert any("in_proj_qkv" in name for name in adapters)
+    base, merged = (
+        transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for path in (folder, tmp_path / "merged")
+    )
+    ids = torch.arange(1, 20)[None]
+    with torch.no_grad():
+        alone = base(ids).logits
+        adapted = peft.PeftModel.from_pretrained(base, checkpoint)(ids).logits
+        assert (
+            (merged(ids).logits - adapted).abs().max() < 1e-3 < 0.1 < (adapted - alone).abs().max()
+        )
+    output = run_worker(1, "hybrid_served", str(config), str(tmp_path / "merged"))
+    assert "answers as transformers does" in output
+
+
 def test_float32_is_refused_where_the_engine_cannot_compute_it(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3_5_text", "float32")
     code, output = RanksJob(1, "grpo_spmd.train", "--config", str(config)).wait()
@@ -123,8 +170,11 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
 def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
     updates: tuple[Path, Path, dict[int, Results]], setting: str
 ) -> None:
-    """Ranks, replicas, micro-batches, packing, recomputation, compilation. A second optimizer step
-    hands rounding on at about ten times its size."""
+    """Ranks, replicas, micro-batches, packing, recomputation, compilation.
+
+    AdamW divides rounding by the size of a gradient, so that two optimizer steps leave parameters
+    up to 5e-6 apart. In float64, parameters so far apart have gradients that are 4e-5 apart, and
+    those of the state parameters 1e-4, whose own differences explain a third of it."""
     folder, config, results = updates
     reference = results[1][setting, ONE_ROW]
     plain = plain_update(with_setting(load_config(config), setting), folder / "reference")
@@ -144,13 +194,14 @@ def test_an_update_does_not_depend_on_the_split_and_is_that_of_transformers(
         assert result["grad_norm"] == pytest.approx(reference["grad_norm"], rel=looser), split
         for name, expected in reference["parameters"].items():
             difference = relative_difference(result["parameters"][name], expected)
-            # AdamW divides the state parameters' rounding by their gradients' size.
             is_state = name.endswith(STATE_PARAMETERS)
-            assert difference < (1e-4 if is_state else looser), (split, name, difference)
-        for gradients, expected_gradients in zip(
-            result["gradients"], reference["gradients"], strict=True
-        ):
+            assert difference < (5 * bound if is_state else bound), (split, name, difference)
+        pairs = zip(result["gradients"], reference["gradients"], strict=True)
+        for number, (gradients, expected_gradients) in enumerate(pairs):
+            # Before the first optimizer step all have the same parameters.
+            gradient_bound, state_bound = (2e-4, 5e-4) if number else (1e-5, 1e-4)
             for name, expected in expected_gradients.items():
                 difference = relative_difference(gradients[name], expected)
                 is_state = name.endswith(STATE_PARAMETERS)
-                assert difference < (1e-3 if is_state else 20 * looser), (split, name, difference)
+                limit = state_bound if is_state else gradient_bound
+                assert difference < limit, (split, number, name, difference)

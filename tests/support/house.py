@@ -51,7 +51,7 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 26_900,
+    "model": 26_950,
     "learn": 17_100,
     "proofs": 18_500,
     "observe": 21_250,

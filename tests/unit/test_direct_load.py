@@ -220,3 +220,43 @@ def test_signs_of_two_weights_show_in_the_name(dtype: torch.dtype) -> None:
         name(*chance.sample(range(tensor.numel()), 1000)),
     }
     assert len(names) == 1 + len(pairs) + 2
+
+
+class _Method(nn.Module):
+    """vLLM's method of a layer of experts, which is a module (CustomOp, 0.32)."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        raise AssertionError("copies do not need it")
+
+
+def test_plain_experts_are_copied_and_a_model_that_derives_more_is_not() -> None:
+    """As Triton's kernels take them; another module's hook may derive weights from any layer."""
+    gate_up, down = torch.randn(3, 16, 5), torch.randn(3, 5, 8)
+    layer = nn.Module()
+    layer.w13_weight, layer.w2_weight = (
+        nn.Parameter(torch.zeros(shape)) for shape in (gate_up.shape, down.shape)
+    )
+    layer.quant_method = _Method()
+    model = nn.Module()
+    model.experts = layer
+    tensors = [
+        EngineTensor(name, (TensorPart(name, rows, 0, 0, rows),), weight, layer=layer)
+        for name, weight, rows in (
+            ("gate_up", layer.w13_weight, 48),
+            ("down", layer.w2_weight, 15),
+        )
+    ]
+    names = {name: name for name in ("gate_up", "down")}
+    direct = DirectLoad(model, tensors, names, torch.float32)
+    assert direct.names == set(names)
+    assert direct.covered == {"experts.w13_weight", "experts.w2_weight"}
+    # From two ranks, of which each has two experts, the second one a padded one.
+    pieces: list[Any] = []
+    for name, whole in (("gate_up", gate_up), ("down", down)):
+        padded = torch.cat([whole, torch.full_like(whole[:1], -1.0)])
+        pieces.append(((name, whole, None), 0, padded.view(2, -1)))
+    direct(pieces)
+    assert torch.equal(layer.w13_weight, gate_up)
+    assert torch.equal(layer.w2_weight, down)
+    model.other = _Method()
+    assert not DirectLoad(model, tensors, names, torch.float32).names

@@ -318,16 +318,19 @@ def test_a_model_type_that_was_tried_again_has_its_new_outcome_alone(tmp_path: P
         "families",
         tried("a", "float32", "refused", ranks=1, direct=""),
         *(tried("c", dtype, "trains", ranks=1, direct="20 of 24") for dtype in both),
+        tried("d", "float32", "refused", ranks=1, direct=""),
+        tried("d", "bfloat16", "trains", ranks=1, direct="24 of 24", rounds=0.03),
         tried("b", "float32", "NOT THE SAME", ranks=2, direct="24 of 24"),
     )
     record = _record(tmp_path, [*old, *new])
     single, two = _said(record, "families")
-    assert "| 2 train, 1 are refused in one line | `aaa0000`, `abc1234`, 2026-12-01" in single
+    assert "| 3 train, 1 are refused in one line | `aaa0000`, `abc1234`, 2026-12-01" in single
     assert "2 ranks sharing an engine | 1 NOT THE SAME |" in two
     trains, refused = list(measured.BLOCKS["families"](record))[2:]
     assert trains.endswith(
         "all tensors proved; copied directly as the loader does to the bit, in part: c; not "
-        "compared: b | b, c |"
+        "compared: b; in bfloat16 alone: d; d at 1e-7 in bfloat16, where transformers itself "
+        "rounds 0.03 | b, c, d |"
     )
     assert refused == "| refused | 1 | - | a |"
 

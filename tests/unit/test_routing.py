@@ -5,6 +5,7 @@ transformers'."""
 from __future__ import annotations
 
 import dataclasses
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from grpo_spmd.checks.memory import route_bytes, size_text, training_rows
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
@@ -26,14 +29,26 @@ from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.routes import with_routes_if_possible
 from grpo_spmd.episodes.conversation_tree import ConversationTree
 from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode
-from grpo_spmd.learn.assemble import decode_rollouts, encode_rollouts, pack_rollouts
+from grpo_spmd.learn.assemble import (
+    _sample_routed,
+    decode_rollouts,
+    encode_rollouts,
+    pack_rollouts,
+)
 from grpo_spmd.learn.contexts import extend_routes, row_contexts, shorten_segments
 from grpo_spmd.learn.router_loss import attach_loads, compare_routes
+from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
+from grpo_spmd.observe.cards import find_card
+from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import Completion, Episode, Prompt, Rollout, Segment, Turn
 from grpo_spmd.rollout.buffer import RolloutBuffer
+from grpo_spmd.tools.plan.phases import make_plan
+from grpo_spmd.tools.plan.step_time import Case
 from tests.support.agents import Bytes
+from tests.support.learn import check_settings_of, updater_of
 from tests.support.models import EXPERTS, make_model, write_config
+from tests.support.workers.routed_update import routed_groups
 
 CPU = torch.device("cpu")
 E, LAYERS, K = 6, 2, 2
@@ -415,3 +430,105 @@ def test_an_agents_forks_share_the_routes_of_their_first_turn() -> None:
         assert len(numbers) == len(segment.token_ids) - 1
         assert numbers[:num_first] == [1] * num_first
         assert set(numbers[num_first:]) in ({2}, {3})
+
+
+@pytest.mark.parametrize(("num_experts", "dtype"), [(6, np.uint8), (260, np.uint16)])
+def test_the_planner_counts_the_arrays_of_a_step_s_routes(
+    tmp_path: Path, num_experts: int, dtype: Any
+) -> None:
+    """The real rows of 64 rollouts of full length over two ranks, and their bytes on the way."""
+    model = make_model(tmp_path / "model", "qwen3_moe", tied=True, num_experts=num_experts)
+    sections: dict[str, Any] = {
+        # The planner's kernels for experts are a GPU's, which have no other format.
+        "model": {"path": str(model), "dtype": "bfloat16"},
+        "data": {"max_prompt_tokens": 10},
+        "rollout": {"num_prompts_per_step": 16, "group_size": 4, "max_completion_tokens": 502},
+        "training": {"num_mini_batches": 2, "max_tokens_per_micro_batch": 2048},
+    }
+    config = load_config(write_config(tmp_path, model, **sections))
+    facts = read_model(str(model))
+    assert facts is not None
+    routes = np.zeros((511, LAYERS, K), dtype)
+    segment = [
+        Segment(np.zeros(512, np.int32), np.arange(512) >= 10, routes.copy()) for _ in range(32)
+    ]
+    local = [
+        Rollout(i, 1.0, True, [0] * 10, [0] * 502, [0.0] * 502, segments=(segment[i],))
+        for i in range(32)
+    ]
+    rows = [local[i : i + 4] for i in range(0, 32, 4)]
+    batches = [pack_rollouts(row, CPU) for row in (*rows, _sample_routed(rows))]
+    tensors = [row.routes for row in batches if row.routes is not None]
+    expected = route_bytes(config, facts, 2)
+    assert sum(r.experts.nbytes + r.is_recorded.nbytes for r in tensors) == expected
+    # 32 rollouts and two of them again, 512 tokens, two layers and experts, and a mark.
+    assert expected == 34 * 512 * (LAYERS * K * np.dtype(dtype).itemsize + 1)
+    for override in ("model.router_replay=false", "rollout.tensor_parallel_size=2"):
+        assert route_bytes(load_config(tmp_path / "config.yaml", [override]), facts, 2) == 0
+    [row] = [row for row in training_rows(config, facts, 2) if row.name == "routes of the engine"]
+    assert row.value == size_text(expected)
+    plan = make_plan(Case(config, facts, find_card("H100-80GB"), 2), model)
+    assert plan.phases["logprobs"]["routes"] == plan.phases["update"]["routes"] == expected
+    assert plan.host["routes"] == 4 * expected
+
+
+def test_routes_are_at_most_four_times_in_memory_while_they_are_sent() -> None:
+    """As arrays, as bytes of each context and in the message."""
+    routes = [np.zeros((511, 48, 8), np.uint8) for _ in range(8)]
+    segments = [Segment(np.zeros(512, np.int32), np.arange(512) >= 10, array) for array in routes]
+    local = [
+        Rollout(i, 1.0, True, [0] * 10, [0] * 502, [0.0] * 502, (s,))
+        for i, s in enumerate(segments)
+    ]
+    tracemalloc.start()
+    message = encode_rollouts(local)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    num_bytes = sum(array.nbytes for array in routes)
+    assert len(message) == pytest.approx(num_bytes, rel=0.05)
+    # The message grows by half of its size at a time.
+    assert 3 * num_bytes < num_bytes + peak < 4 * num_bytes
+
+
+def test_a_layer_that_predicts_a_second_token_is_not_counted(tmp_path: Path) -> None:
+    """GLM-4.5's checkpoints have it after the model's layers, and transformers leaves it out."""
+    model = make_model(tmp_path / "model", "glm4_moe", tied=False)
+    before = read_model(str(model))
+    tensors = load_file(model / "model.safetensors")
+    tensors |= {
+        "model.layers.2.eh_proj.weight": torch.zeros(128, 256),
+        "model.layers.2.shared_head.head.weight": torch.zeros(97, 128),
+    }
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert before is not None
+    assert read_model(str(model)) == before
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    assert before.num_parameters == sum(parameter.numel() for parameter in plain.parameters())
+
+
+def test_the_noise_of_a_gradient_has_the_load_balance_loss(
+    tmp_path: Path, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Relative to a gradient that is nearly that of this loss alone, what bfloat16 rounds of it is
+    no smaller than what it rounds of the policy's loss."""
+    noise = {}
+    for coef in (0.0, 1e4):
+        folder = tmp_path / str(coef)
+        model = make_model(folder / "model", "qwen3_moe", tied=True)
+        sections: dict[str, Any] = {"loss": {"router_aux_coef": coef}}
+        config = load_config(write_config(folder, model, **sections), ["model.dtype=bfloat16"])
+        policy = build_policy(config.model, 1.0, session, replays_routes=True)
+        settings = check_settings_of(config, frozenset())
+        check = GradientCheck(policy, updater_of(policy, config), settings, SignalProofs())
+        monkeypatch.setattr(check, "_is_beyond_bounds", lambda *_: True)
+        results: list[tuple[float, dict[str, float]]] = []
+
+        def measure(*args: Any, _check: Any = check, _results: Any = results, **counts: Any) -> Any:
+            _results.append(GradientCheck._measure_noise(_check, *args, **counts))
+            return _results[0]
+
+        monkeypatch.setattr(check, "_measure_noise", measure)
+        check.run(routed_groups("random"), CPU, accumulates=False)
+        [(_, by_name)] = results
+        [noise[coef]] = [by_name[n] for n in by_name if n.endswith("layers.0.mlp.gate.weight")]
+    assert noise[1e4] > 0.1 * noise[0.0] > 0.0, noise

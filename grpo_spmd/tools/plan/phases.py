@@ -29,6 +29,7 @@ from grpo_spmd.checks.memory import (
     micro_batch_tokens,
     micro_batches_per_step,
     replica_ranks,
+    route_bytes,
     sequences_of_engine,
     shard_numel,
     sync_buffers,
@@ -384,6 +385,9 @@ def make_plan(case: Case, folder: Path) -> Plan:
     host = Usage({"checkpoint's copy": state.saved + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
     host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
+    # While rollouts are sent to other ranks, their routes exist as arrays, as bytes and in a
+    # message that grows.
+    host["routes"] = 4 * route_bytes(config, case.model, case.num_ranks)
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
     return Plan(
@@ -497,7 +501,9 @@ def plan_phases(
         if not model.waits
     ]
     waiting = Usage({model.side.name: model.num_bytes for model in models if model.waits})
-    whole_trainer = trainer + waiting
+    whole_trainer = (
+        trainer + waiting + Usage(routes=route_bytes(config, case.model, case.num_ranks))
+    )
     phases = {
         "weight_sync": in_sync + engine + with_fragmentation(buffers),
         "rollout": sampling,

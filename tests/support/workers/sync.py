@@ -80,6 +80,11 @@ def main() -> None:
                 worst, difference(plain, request.prompt_ids, completion, config.rollout.temperature)
             )
         engine.sleep()
+    if experts := {name for name in full if ".experts." in name}:
+        # On a CPU vLLM packs experts, and GLM4-MoE's routers have a constant beside the weight.
+        assert weight_sync._direct is not None
+        loaded = full.keys() - weight_sync._direct.names
+        assert {name for name in loaded if not name.endswith("mlp.gate.weight")} == experts
     stale_cache_shows(engine, weight_sync.sync, lambda: disturb(policy, optimizer, num_steps))
     # The product with Qwen2-MoE's shared_expert_gate, of one row, depends on the batch, as does
     # that with GLM4-MoE's router, of float32.
