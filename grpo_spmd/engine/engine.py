@@ -492,13 +492,15 @@ class RolloutEngine:
         self._end_rest()
         if self._recorder is not None:
             self._recorder.clear()
+        conversations = Conversations(hooks, self._group, self.engine_rank)
         speculation = self._speculation
         if speculation is not None:
-            # A time, which differs between ranks, and which their drafts depend on.
-            group = self._group
-            rows = speculation.base_rows
-            speculation.begin(rows() if group is None else on_first_in_group(rows, group))
-        conversations = Conversations(hooks, self._group, self.engine_rank)
+            # It comes from times, which differ between ranks, and all ranks must draft alike.
+            base_rows = speculation.base_rows
+            speculation.begin(
+                base_rows() if self._group is None else on_first_in_group(base_rows, self._group),
+                conversations.running,
+            )
         scheduler = self._engine.engine_core.engine_core.scheduler
         no_more_batches = False
         num_steps = 0
@@ -519,8 +521,7 @@ class RolloutEngine:
                 # vLLM lets requests wait if the KV cache has no room for them, even below
                 # max_num_seqs. As long as some wait, leave the next batches to other engines.
                 _, num_waiting = scheduler.get_request_counts()
-                running = conversations.running
-                self._add_requests(conversations.advance(just_finished), running)
+                self._add_requests(conversations.advance(just_finished))
                 while (
                     not no_more_batches
                     and not num_waiting
@@ -528,8 +529,8 @@ class RolloutEngine:
                 ):
                     batch = next(batches, None)
                     no_more_batches = batch is None
-                    self._add_requests(conversations.advance(batch or ()), running)
-                self._add_requests(conversations.take_late_requests(), running)
+                    self._add_requests(conversations.advance(batch or ()))
+                self._add_requests(conversations.take_late_requests())
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
                     if speculation is not None:
@@ -553,7 +554,7 @@ class RolloutEngine:
                 if hooks.before_step is not None:
                     hooks.before_step()
                 start_s = time.perf_counter()
-                outputs = self._engine.step() if running else []
+                outputs = self._engine.step() if conversations.running else []
                 if speculation is not None:
                     speculation.end_step(time.perf_counter() - start_s)
                 just_finished = []
@@ -597,10 +598,8 @@ class RolloutEngine:
             return {}
         return self._speculation.take_metrics()
 
-    def _add_requests(
-        self, requests: Iterable[tuple[str, Request]], running: Mapping[str, ConversationId]
-    ) -> None:
-        """Adds (request id, request) pairs to vLLM's queue. `running` has their conversations.
+    def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
+        """Adds (request id, request) pairs to vLLM's queue.
 
         vLLM gives each request its own generator, seeded with the request's seed, so that the order
         of requests does not change what is sampled."""
@@ -635,8 +634,7 @@ class RolloutEngine:
             # greedy decoding.
             self._sampling.add((params.temperature, params.top_p))
             if self._speculation is not None:
-                id_ = running[request_id]
-                self._speculation.add_request(request_id, id_, request.prompt_ids)
+                self._speculation.add_request(request_id, request.prompt_ids)
             self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_ids},

@@ -16,9 +16,8 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -46,6 +45,9 @@ def speculation_options() -> dict[str, Any]:
             "method": "custom_class",
             "model": f"{__name__}.{Speculation.__name__}",
             "num_speculative_tokens": MOST_DRAFTS,
+            # A schedule, here the same for any number of requests. Without one vLLM (0.32) fills up
+            # a request whose prompt is cached with drafts of -1.
+            "num_speculative_tokens_per_batch_size": [(1, 1 << 16, MOST_DRAFTS)],
         }
     }
 
@@ -213,11 +215,11 @@ class Speculation:
 
     def _clear(self) -> None:
         """Forgets the requests of a generation."""
+        self._running: Mapping[str, ConversationId] = {}
         # In the order in which they were added.
         self._requests: dict[str, _Request] = {}
         self._conversations: dict[ConversationId, _Conversation] = {}
         self._indices: dict[bytes, NgramIndex] = {}
-        self._num_running = 0
         self._most_in_step = 0
         self._num_steps = 0
         # The rows of the current step, 0 if it has prompts.
@@ -253,22 +255,24 @@ class Speculation:
         """Returns StepCost's `base_rows`, which differs between the ranks of an engine."""
         return self._cost.base_rows()
 
-    def begin(self, base_rows: float) -> None:
-        """Begins a generation. `base_rows` is that of the engine's first rank."""
+    def begin(self, base_rows: float, running: Mapping[str, ConversationId]) -> None:
+        """Begins a generation. `base_rows` is that of the engine's first rank, and `running` always
+        has the conversations of the requests that run."""
         self._clear()
+        self._running = running
         self._base_rows = base_rows
         # What was measured counts less with each generation: the policy changes, and drafts that
         # did not pay are tried again.
         self._num_expected /= 2
         self._num_accepted /= 2
 
-    def add_request(self, request_id: str, id_: ConversationId, prompt_ids: Sequence[int]) -> None:
-        """Takes a request that vLLM gets, of the conversation `id_`."""
+    def add_request(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+        """Takes a request that vLLM gets."""
+        id_ = self._running[request_id]
         if id_ not in self._conversations:
             prompt = array("i", prompt_ids).tobytes()
             self._conversations[id_] = _Conversation(prompt, num_indexed=len(prompt_ids))
-        self._num_running += 1
-        self._requests[request_id] = _Request(self._conversations[id_], self._num_running)
+        self._requests[request_id] = _Request(self._conversations[id_], len(self._running))
 
     def end_request(
         self, request_id: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
@@ -276,7 +280,6 @@ class Speculation:
         """Takes the completion of a finished request."""
         request = self._requests[request_id]
         request.num_tokens = len(token_ids)
-        self._num_running -= 1
         prompt = request.conversation.prompt
         if prompt in self._indices:
             self._index(request.conversation, [*prompt_ids, *token_ids])
@@ -342,9 +345,7 @@ class Speculation:
             conversation = self._requests[request_id.partition("-")[0]].conversation
             tokens = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
             index = self._index(conversation, tokens)
-            drafts[row], num_expected = index.draft(
-                tokens, min(limit, MOST_DRAFTS), least / trust
-            )
+            drafts[row], num_expected = index.draft(tokens, min(limit, MOST_DRAFTS), least / trust)
             self._num_expected += num_expected
         return drafts
 
@@ -404,16 +405,14 @@ class CoupledSampler:
             logits=logits, sampling_metadata=replace(sampling, generators=generators, **by_place)
         )
         sampled: list[int] = output.sampled_token_ids.flatten().tolist()
-        drafts = iter(metadata.draft_token_ids.tolist())
         tokens = torch.full((len(num_drafts), width), -1, dtype=torch.int32)
         num_accepted = 0
-        for request, (place, number) in enumerate(
-            zip(first_place.tolist(), num_drafts, strict=True)
-        ):
-            checked = sampled[place : place + number]
-            # All drafts are read, so that the next request's come next.
-            differs = [draft != token for draft, token in zip([*islice(drafts, number)], checked)]
-            num_kept = 1 + (differs.index(True) if True in differs else number)
+        drafts_of = metadata.draft_token_ids.split(num_drafts)
+        for request, place in enumerate(first_place.tolist()):
+            number = num_drafts[request]
+            pairs = zip(drafts_of[request].tolist(), sampled[place : place + number], strict=True)
+            differing = (index for index, (draft, token) in enumerate(pairs) if draft != token)
+            num_kept = 1 + next(differing, number)
             num_accepted += num_kept - 1
             tokens[request, :num_kept] = torch.tensor(sampled[place : place + num_kept])
             # The draws for places that are not kept must not have happened.
