@@ -37,7 +37,8 @@ _EPOCH_STEPS, _NUM_EPOCHS, _NUM_PAIRS = 8, 3, 3
 # What a run measures of its time, its memory and its drafts.
 _MEASURED = (
     "time/", "throughput/", "memory/", "speculation/", "rollout/tokens_per_s",
-    "rollout/tail_waste_frac", "environment/call_s", "weight_sync/proof_s",
+    "rollout/tail_waste_frac", "environment/call", "weight_sync/proof_s",
+    "proofs/update_check_s",
 )  # fmt: skip
 _MADE = "MADE"  # in overrides: the folder of the model and the data
 _EPOCHS = (f"training.num_steps={_EPOCH_STEPS * _NUM_EPOCHS}",)

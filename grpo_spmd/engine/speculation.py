@@ -333,7 +333,8 @@ class Speculation:
         # `base_rows` rows. It costs a row: this probability pays.
         least = num_requests / (num_requests + self._base_rows)
         trust = (self._num_accepted + _PRIOR_DRAFTS) / (self._num_expected + _PRIOR_DRAFTS)
-        if not self._base_rows or trust <= least:
+        # While many run, hardly a draft would pay for the time to look it up.
+        if least > min(trust, 0.5):
             return drafts
         for row, request_id in enumerate(self._runner.input_batch.req_ids):
             state = self._runner.requests[request_id]
@@ -401,10 +402,10 @@ class CoupledSampler:
             for name in ("temperature", "top_p", "top_k")
             if (values := getattr(sampling, name)) is not None
         }
-        output = self._sampler(
+        result = self._sampler(
             logits=logits, sampling_metadata=replace(sampling, generators=generators, **by_place)
         )
-        sampled: list[int] = output.sampled_token_ids.flatten().tolist()
+        sampled: list[int] = result.sampled_token_ids.flatten().tolist()
         tokens = torch.full((len(num_drafts), width), -1, dtype=torch.int32)
         num_accepted = 0
         drafts_of = metadata.draft_token_ids.split(num_drafts)
@@ -419,7 +420,7 @@ class CoupledSampler:
             if num_kept <= number and place in generators.states:
                 generators[place].set_state(generators.states[place + num_kept])
         self._count(len(sampled) - len(num_drafts), num_accepted)
-        logprobs = output.logprobs_tensors
+        logprobs = result.logprobs_tensors
         if logprobs is not None:
             # vLLM drops the logprobs where `tokens` has -1.
             grid = first_place[:, None] + torch.arange(width)
@@ -429,7 +430,7 @@ class CoupledSampler:
                 logprobs.logprobs[places],
                 logprobs.selected_token_ranks[places],
             )
-        return replace(output, sampled_token_ids=tokens, logprobs_tensors=logprobs)
+        return replace(result, sampled_token_ids=tokens, logprobs_tensors=logprobs)
 
 
 class _RecordedGenerators(dict[int, torch.Generator]):

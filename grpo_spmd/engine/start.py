@@ -116,6 +116,11 @@ def start_vllm(
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
     if rollout.speculation is not None:
+        if device != "cpu":
+            raise ConfigError(
+                "rollout.speculation: auto is for engines on a CPU, and this one is on a GPU; "
+                "leave it out"
+            )
         options |= speculation_options()
     if device == "cpu":
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
