@@ -18,12 +18,15 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from benchmarks.support.report import Row, arguments_parser, read_lines, report
 from grpo_spmd.demo import countdown
@@ -51,6 +54,9 @@ class Case:
     config: str
     num_ranks: int
     overrides: tuple[str, ...] = ()
+    kill_after_step: int = 0
+    """The step after which the run with speculation is killed, to go on from its checkpoint; 0:
+    never."""
 
     @property
     def has_epochs(self) -> bool:
@@ -86,6 +92,13 @@ CASES = {
     ),
     "demo, ppo": Case("countdown", "demo-ppo.yaml", 1, (f"critic.path={_MADE}/model",)),
     "demo, bfloat16": Case("countdown", "demo.yaml", 1, ("model.dtype=bfloat16",)),
+    "demo, killed and resumed": Case(
+        "countdown",
+        "demo.yaml",
+        1,
+        ("checkpoint.every_steps=5", "checkpoint.resume=auto"),
+        kill_after_step=13,
+    ),
     "tools demo, 1 rank": Case("tools", "demo-tools.yaml", 1),
     "experts demo, 1 rank": Case("experts", "demo-experts.yaml", 1),
     "demo, three epochs": Case("countdown", "demo.yaml", 1, _EPOCHS),
@@ -154,10 +167,32 @@ def _train(folder: Path, case: Case, speculation: str) -> Path:
     ]
     config = str(_ROOT / "configs" / case.config)
     command = torchrun(case.num_ranks, "-m", "grpo_spmd.train", "--config", config, *overrides)
+    if case.kill_after_step and speculation != "null":
+        _kill_after(case.kill_after_step, command, run_dir)
     result = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True)
     if result.returncode:
         raise RuntimeError(result.stdout[-4000:] + result.stderr[-4000:])
     return run_dir
+
+
+def _kill_after(step: int, command: list[str], run_dir: Path) -> None:
+    """Runs the command until its run has written this step, and kills it."""
+    with subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    ) as process:
+        metrics = run_dir / "metrics.jsonl"
+        while process.poll() is None:
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
+                # The ranks and what they started, too.
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    child.kill()
+                process.kill()
+                return
+            time.sleep(0.05)
+    raise RuntimeError("the run that should be killed ended before")
 
 
 def _step_lines(run_dir: Path) -> list[Row]:
