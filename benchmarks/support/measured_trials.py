@@ -349,9 +349,9 @@ def router_replay(record: Record) -> Iterator[Line]:
         )
 
 
-def _percent(value: float | None) -> str:
-    """A share as text; None where nothing was counted."""
-    return "nothing" if value is None else f"{figure(100 * value)} %"
+def _percent(row: RecordedRow, column: str) -> str:
+    """A share in percent; None stands where nothing was counted."""
+    return "nothing" if row[column] is None else f"{figure(100 * row.number(column))} %"
 
 
 def speculation(record: Record) -> Iterator[Line]:
@@ -362,8 +362,8 @@ def speculation(record: Record) -> Iterator[Line]:
             f"{row['case']}: {row['differ']}" for row in rows if row["differ"] != "nothing"
         ]
         pieces = [
-            f"{row['case']} {_percent(row['accepted_frac'])} accepted, "
-            f"{_percent(row['engine_steps_saved_frac'])} of steps saved"
+            f"{row['case']} {_percent(row, 'accepted_frac')} accepted, "
+            f"{_percent(row, 'engine_steps_saved_frac')} of steps saved"
             for row in short
         ]
         yield Line(
@@ -375,8 +375,8 @@ def speculation(record: Record) -> Iterator[Line]:
         if row in short:
             continue
         epochs = [
-            f"epoch {epoch} {_percent(row[f'accepted_frac, epoch {epoch}'])} accepted, "
-            f"{_percent(row[f'engine_steps_saved_frac, epoch {epoch}'])} of steps saved"
+            f"epoch {epoch} {_percent(row, f'accepted_frac, epoch {epoch}')} accepted, "
+            f"{_percent(row, f'engine_steps_saved_frac, epoch {epoch}')} of steps saved"
             for epoch in (1, 2, 3)
         ]
         times = " to ".join(figure(row.number(name)) for name in ("min", "max"))

@@ -283,6 +283,10 @@ class Speculation:
         prompt = request.conversation.prompt
         if prompt in self._indices:
             self._index(request.conversation, [*prompt_ids, *token_ids])
+            # An index takes a hundred times the memory of its texts.
+            users = [self._conversations[id_].prompt == prompt for id_ in self._running.values()]
+            if sum(users) == 1:
+                del self._indices[prompt]
         self._memory.add(prompt, [*prompt_ids[-_ORDERS[0] :], *token_ids])
 
     def end_step(self, seconds: float) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from grpo_spmd.checks import machine
+from grpo_spmd.checks.model_folder import check_model
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.engine import speculation
@@ -20,7 +21,7 @@ from grpo_spmd.engine.speculation import (
     StepCost,
     TextMemory,
 )
-from tests.support.models import write_config
+from tests.support.models import make_model, write_config
 
 VOCABULARY = 5
 
@@ -228,6 +229,13 @@ def test_what_would_not_be_exact_is_refused(
     path = write_config(tmp_path, tmp_path / "model", rollout={"speculation": "auto", **rollout})
     with pytest.raises(ConfigError, match=message):
         load_config(path)
+
+
+def test_a_recurrent_state_is_refused(tmp_path: Any) -> None:
+    model = make_model(tmp_path / "model", "qwen3_5_text", tied=True)
+    path = write_config(tmp_path, model, rollout={"speculation": "auto"})
+    with pytest.raises(ConfigError, match=r"rollout.speculation: .* has recurrent layers, "):
+        check_model(load_config(path), to_run=False)
 
 
 @pytest.mark.parametrize(
