@@ -62,6 +62,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "families": measured_trials.families,
     "trained_weights": measured_trials.trained_weights,
     "router_replay": measured_trials.router_replay,
+    "speculation": measured_trials.speculation,
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
     "diagnosis": measured_trials.diagnosis,

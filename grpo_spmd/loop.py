@@ -82,6 +82,7 @@ def _train_step(run: Run, step: int) -> None:
         update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
         sums = update(batch, run.update_check, stop_check, kept_scores)
         sums |= run.signals.update(batch) | route_metrics
+        sums |= run.sampler.engine.take_speculation()
     log.record_largest(run.update_check.metrics())
     run.dump.write_updated(step, sampled, decision, sums, kept_scores)
     counts = run.progress.count(

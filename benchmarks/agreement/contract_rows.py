@@ -536,7 +536,83 @@ EXPERTS = (
 
 _GATED_DELTA_NET = "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn"
 # Where vllm runs on a CPU: its wheels alone need them.
+# For rollout.speculation, which asks for 0.32 (checks/machine.py).
+_SINCE = (0, 32)
+_SPECULATION = (
+    Row(
+        "vllm.v1.spec_decode.custom_class_proposer.create_custom_proposer",
+        "makes a Speculation, by its name",
+        "(vllm_config=0)",
+        since=_SINCE,
+    ),
+    *(
+        Row(f"vllm.config.speculative.SpeculativeConfig.{name}", reason, since=_SINCE)
+        for name, reason in (
+            ("method", "custom_class"),
+            ("model", "the name of the class"),
+            ("num_speculative_tokens", "the most drafts of a request"),
+            ("num_speculative_tokens_per_batch_size", "with it no request is padded with drafts"),
+        )
+    ),
+    Row(
+        f"{_SCHEDULER}.schedule",
+        "a schedule of drafts keeps it from padding a request with drafts of -1",
+        says=("self.dynamic_sd_lookup is None",),
+        since=_SINCE,
+    ),
+    Row(
+        f"{_V1}.__init__",
+        "what speculation.py replaces and reads",
+        says=(
+            "self.drafter = create_custom_proposer(",
+            "self.rejection_sampler = RejectionSampler(",
+            "self.effective_drafter_max_model_len =",
+        ),
+        since=_SINCE,
+    ),
+    Row(
+        f"{_V1}._sample",
+        "how the sampler in its place is called",
+        says=(
+            "self.rejection_sampler(spec_decode_metadata, draft_probs, logits, sampling_metadata)",
+        ),
+        since=_SINCE,
+    ),
+    Row(
+        f"{_V1}.propose_draft_token_ids",
+        "how drafts are asked for",
+        says=("self.input_batch.num_tokens_no_spec, self.input_batch.token_ids_cpu",),
+        since=_SINCE,
+    ),
+    Row(
+        f"{_V1}._calc_spec_decode_metadata",
+        "the places of a request are consecutive rows of the logits",
+        says=("np.repeat(cu_num_scheduled_tokens - num_sampled_tokens, num_sampled_tokens)",),
+        since=_SINCE,
+    ),
+    Row(
+        "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
+        "a generator is taken and drawn from before the next is taken",
+        says=("for i, gen in generators.items():",),
+        since=_SINCE,
+    ),
+    Row(
+        "vllm.v1.sample.rejection_sampler.RejectionSampler.parse_output",
+        "drops tokens of -1 and their logprobs",
+        says=("output_token_ids_np != PLACEHOLDER_TOKEN_ID", "valid_mask.flatten()"),
+        since=_SINCE,
+    ),
+    Row("vllm.v1.outputs.SamplerOutput.sampled_token_ids", "of each place", since=_SINCE),
+    Row("vllm.v1.outputs.SamplerOutput.logprobs_tensors", "the same", since=_SINCE),
+    Row(
+        "vllm.v1.engine.output_processor.OutputProcessor._trim_surplus_tokens",
+        "drops what a step brought after a stop string",
+        since=_SINCE,
+    ),
+)
+
 CPU = (
+    *_SPECULATION,
     Row(
         "vllm.model_executor.layers.utils.dispatch_cpu_unquantized_gemm",
         "a convolution is packed beside its rows as they were",

@@ -50,6 +50,8 @@ _LOSS, _ADVANTAGES, _BATCHING = (
     f"tests/unit/test_{name}.py" for name in ("loss", "advantages", "batching")
 )
 _ROLLOUT = "tests/unit/test_rollout.py"
+_SPECULATION = "tests/unit/test_speculation.py::test_places_are_sampled_as_one_after_the_other"
+_SPECULATED = ("rollout.speculation=auto", *_LONG_PROMPTS)
 _CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
 _ROUTES = "tests/unit/test_routing.py"
@@ -619,6 +621,22 @@ FAULTS = (
         "            kept[episode.conversation] = answer\n            "
         + _ANSWER.replace("answer.message", "before.message"),
         ("tests/unit/test_agent.py",),
+    ),
+    Fault(
+        "speculation: drafts are taken without a check",
+        "engine/speculation.py",
+        "            num_kept = 1 + next(differing, number)\n",
+        "            num_kept = 1 + number\n",
+        (_SPECULATION,),
+        _SPECULATED,
+    ),
+    Fault(
+        "speculation: the noise of places that were not kept is used up",
+        "engine/speculation.py",
+        "                generators[place].set_state(generators.states[place + num_kept])\n",
+        "                pass\n",
+        (_SPECULATION,),
+        _SPECULATED,
     ),
     Fault(
         "routes: those of the token before, as the engine records them",

@@ -362,6 +362,45 @@ def router_replay(record: Record) -> Iterator[Line]:
         )
 
 
+def _percent(row: RecordedRow, column: str) -> str:
+    """A share in percent; None stands where nothing was counted."""
+    return "nothing" if row[column] is None else f"{figure(100 * row.number(column))} %"
+
+
+def speculation(record: Record) -> Iterator[Line]:
+    rows = record.newest("speculation", "case")
+    short = [row for row in rows if "accepted_frac" in row]
+    if short:
+        differing = [
+            f"{row['case']}: {row['differ']}" for row in rows if row["differ"] != "nothing"
+        ]
+        pieces = [
+            f"{row['case']} {_percent(row, 'accepted_frac')} accepted, "
+            f"{_percent(row, 'engine_steps_saved_frac')} of steps saved"
+            for row in short
+        ]
+        yield Line(
+            f"{len(rows)} runs with `rollout.speculation` beside the same without",
+            f"differing in any bit: {listed(differing) or 'nothing'}; {'; '.join(pieces)}",
+            rows,
+        )
+    for row in rows:
+        if row in short:
+            continue
+        epochs = [
+            f"epoch {epoch} {_percent(row, f'accepted_frac, epoch {epoch}')} accepted, "
+            f"{_percent(row, f'engine_steps_saved_frac, epoch {epoch}')} of steps saved"
+            for epoch in (1, 2, 3)
+        ]
+        times = " to ".join(figure(row.number(name)) for name in ("min", "max"))
+        yield Line(
+            f"`rollout.speculation`, {row['case']}",
+            f"{'; '.join(epochs)}; time of the rollout over that without "
+            f"{figure(row.number('time'))} ({times})",
+            [row],
+        )
+
+
 def trained_weights_table(record: Record) -> Iterator[str]:
     yield (
         "| | logprobs off by, nats | their noise | a tensor's gradient off by | its noise | its "

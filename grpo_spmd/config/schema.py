@@ -191,6 +191,9 @@ class RolloutConfig:
     the others to a later step; 1: off"""
     gpu_memory_utilization: Annotated[float, Meta(gt=0, lt=1)] = 0.6
     """fraction of the GPU's memory that the engine may use (GPU only)"""
+    speculation: Literal["auto"] | None = None
+    """auto: the engine checks drafts from texts of the same prompt where that pays, several places
+    in a step; tokens and logprobs are those of a run without (CPU only)"""
     schedule: Literal["shared_queue", "static"] = "shared_queue"
     """shared_queue: an engine that has room takes the next group, those expected to be longest
     first; static: each engine gets a fixed share"""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,6 +30,7 @@ from grpo_spmd.distributed.collectives import (
     barrier,
     on_first_in_group,
 )
+from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session, engine_group
 from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
@@ -47,6 +49,7 @@ from grpo_spmd.engine.requests import (
     share_out,
 )
 from grpo_spmd.engine.routes import RouteRecorder, why_not_recorded
+from grpo_spmd.engine.speculation import Speculation, attach_speculation
 from grpo_spmd.engine.start import (
     SleepCheck,
     allocator_settings_kept,
@@ -81,6 +84,7 @@ class RolloutEngine:
     records_routes = False
     """True if completions come with the experts that the engine's routers took (`Routes`)."""
     _recorder: RouteRecorder | None = None
+    _speculation: Speculation | None = None
 
     def __init__(
         self,
@@ -154,6 +158,8 @@ class RolloutEngine:
         restore_hf_classes(self._model)
         if model.router_replay:
             self._record_routes(model.path)
+        if rollout.speculation is not None:
+            self._speculation = attach_speculation(self._llm)
         self._reload = WeightReload(self._llm, self._model, self._on_cpu)
         self.takes_adapters = model.lora.base_stays_in_engine
         """True if a sync sends only the LoRA adapters, and the engine keeps the base weights."""
@@ -487,6 +493,14 @@ class RolloutEngine:
         if self._recorder is not None:
             self._recorder.clear()
         conversations = Conversations(hooks, self._group, self.engine_rank)
+        speculation = self._speculation
+        if speculation is not None:
+            # It comes from times, which differ between ranks, and all ranks must draft alike.
+            base_rows = speculation.base_rows
+            speculation.begin(
+                base_rows() if self._group is None else on_first_in_group(base_rows, self._group),
+                conversations.running,
+            )
         scheduler = self._engine.engine_core.engine_core.scheduler
         no_more_batches = False
         num_steps = 0
@@ -519,6 +533,8 @@ class RolloutEngine:
                 self._add_requests(conversations.take_late_requests())
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
+                    if speculation is not None:
+                        speculation.end()
                     return conversations.finished()
                 # While no request runs, each turn of this loop waits a long time for late requests,
                 # and `num_steps` stands still. Pass 0, for which the ranks always agree.
@@ -537,14 +553,20 @@ class RolloutEngine:
                 num_steps += 1
                 if hooks.before_step is not None:
                     hooks.before_step()
+                start_s = time.perf_counter()
                 outputs = self._engine.step() if conversations.running else []
-                just_finished = [
-                    conversations.end_turn(
-                        output.request_id, self._with_routes(output, _completion(output))
-                    )
-                    for output in outputs
-                    if output.finished
-                ]
+                if speculation is not None:
+                    speculation.end_step(time.perf_counter() - start_s)
+                just_finished = []
+                for output in outputs:
+                    if not output.finished:
+                        continue
+                    completion = self._with_routes(output, _completion(output))
+                    if speculation is not None:
+                        speculation.end_request(
+                            output.request_id, output.prompt_token_ids, completion.token_ids
+                        )
+                    just_finished.append(conversations.end_turn(output.request_id, completion))
                 if hooks.on_completion is not None:
                     for id_ in just_finished:
                         hooks.on_completion(*id_, conversations.completions[id_][-1])
@@ -568,6 +590,13 @@ class RolloutEngine:
         sampling = sorted(self._sampling)
         self._sampling.clear()
         return sampling
+
+    def take_speculation(self) -> Reductions:
+        """Returns the metrics of the drafts that were checked since the last call, {} without
+        `rollout.speculation`. Of the ranks that share an engine the first one has them."""
+        if self._speculation is None or self.tp_rank:
+            return {}
+        return self._speculation.take_metrics()
 
     def _add_requests(self, requests: Iterable[tuple[str, Request]]) -> None:
         """Adds (request id, request) pairs to vLLM's queue.
@@ -604,6 +633,8 @@ class RolloutEngine:
             # Read them back: vLLM raises very low temperatures to 0.01, and sets top_p to 1 for
             # greedy decoding.
             self._sampling.add((params.temperature, params.top_p))
+            if self._speculation is not None:
+                self._speculation.add_request(request_id, request.prompt_ids)
             self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_ids},

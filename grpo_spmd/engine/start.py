@@ -32,6 +32,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
 from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.engine.routes import recording_options, with_routes_if_possible
+from grpo_spmd.engine.speculation import speculation_options
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     has_recurrent_layers,
@@ -114,6 +115,13 @@ def start_vllm(
         options["language_model_only"] = True
     if model.lora.base_stays_in_engine:
         options |= _lora_options(model.path, model.lora)
+    if rollout.speculation is not None:
+        if device != "cpu":
+            raise ConfigError(
+                "rollout.speculation: auto is for engines on a CPU, and this one is on a GPU; "
+                "leave it out"
+            )
+        options |= speculation_options()
     if device == "cpu":
         cache_bytes = _cpu_kv_cache_bytes(model, rollout, max_rollout_tokens, session.world_size)
         # A prompt is never computed in pieces: after a piece vLLM's V1 model runner sets back the

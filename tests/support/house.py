@@ -45,7 +45,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 # so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
-    "config": 13_150,
+    "config": 13_180,
     "files": 1_800,
     "records": 1_810,
     "distributed": 15_400,
@@ -55,7 +55,7 @@ ROOM_TOKENS = {
     "learn": 17_100,
     "proofs": 18_500,
     "observe": 21_250,
-    "engine": 18_700,
+    "engine": 21_650,
     "episodes": 25_000,
     "rollout": 10_000,
     "checkpoint": 10_150,
@@ -70,7 +70,7 @@ ROOM_TOKENS = {
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 231
+MOST_FILES = 232
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25

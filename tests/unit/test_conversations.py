@@ -64,6 +64,7 @@ class Engine:
 
     records_routes = False
     _recorder = None
+    _speculation = None
 
     def __init__(self, rank: int = 0) -> None:
         self._engine = StandInVllm()

@@ -1,0 +1,452 @@
+"""Speculation that changes no token (`rollout.speculation`): drafts from texts of the same prompt,
+and the sampler that checks them.
+
+vLLM computes the logits after a request's last token and after each of its drafts in one step.
+CoupledSampler samples every one of these places as a run without drafts would, with the request's
+own generator, and keeps the tokens up to the first that differs from its draft. Drafts thus decide
+how many tokens a step brings, and never which.
+
+Drafts come from n-grams of the texts of one prompt: the siblings' completions, those of earlier
+generations (an epoch ago, or in the last evaluation), and the request's own tokens. They are kept
+in memory alone, so that a resumed run begins without them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from grpo_spmd.distributed.reductions import Mean, Reductions, Sum
+from grpo_spmd.engine.requests import ConversationId
+
+MOST_DRAFTS = 8
+"""Most drafts of one request in a step."""
+# The lengths of the contexts that predict a token, the longest first.
+_ORDERS = (6, 3, 1)
+# Bounds of the texts in memory: of one prompt, and the tokens of all prompts (128 MiB).
+_MOST_TEXTS = 16
+_MOST_TOKENS = 1 << 25
+# Drafts that count as accepted as predicted before any has been checked.
+_PRIOR_DRAFTS = 8.0
+
+
+def speculation_options() -> dict[str, Any]:
+    """Returns the options with which vLLM asks a Speculation for drafts."""
+    return {
+        "speculative_config": {
+            # vLLM imports the class by this name and makes the instance.
+            "method": "custom_class",
+            "model": f"{__name__}.{Speculation.__name__}",
+            "num_speculative_tokens": MOST_DRAFTS,
+            # A schedule, here the same for any number of requests. Without one vLLM (0.32) fills up
+            # a request whose prompt is cached with drafts of -1.
+            "num_speculative_tokens_per_batch_size": [(1, 1 << 16, MOST_DRAFTS)],
+        }
+    }
+
+
+def attach_speculation(llm: Any) -> Speculation:
+    """Returns the Speculation that vLLM has made, at work in its model runner."""
+    runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    speculation: Speculation = runner.drafter
+    speculation.attach(runner)
+    return speculation
+
+
+class NgramIndex:
+    """Counts which token followed which context in the texts of one prompt."""
+
+    def __init__(self) -> None:
+        # By context: the number of its occurrences, the most frequent next token, and how often
+        # each token came next.
+        self._entries: dict[tuple[int, ...], list[Any]] = {}
+
+    def add(self, tokens: Sequence[int], start: int = 0) -> None:
+        """Counts the tokens from position `start` on."""
+        for position in range(start, len(tokens)):
+            token = tokens[position]
+            for order in _ORDERS:
+                if order > position:
+                    continue
+                context = tuple(tokens[position - order : position])
+                entry = self._entries.setdefault(context, [0, token, {}])
+                counts = entry[2]
+                entry[0] += 1
+                counts[token] = counts.get(token, 0) + 1
+                # Of equally frequent tokens the latest.
+                if counts[token] >= counts[entry[1]]:
+                    entry[1] = token
+
+    def draft(self, context: Sequence[int], limit: int, least: float) -> tuple[list[int], float]:
+        """Returns at most `limit` tokens that are likely to follow `context`, and how many of them
+        are expected to be accepted.
+
+        A draft is accepted if all before it are. Drafts end where the probability of that falls
+        below `least`."""
+        text = list(context[-_ORDERS[0] :])
+        probability, expected = 1.0, 0.0
+        drafts: list[int] = []
+        while len(drafts) < limit:
+            share, token = max(self._predictions(text), default=(0.0, 0))
+            probability *= share
+            if probability < least or not share:
+                break
+            expected += probability
+            drafts.append(token)
+            text.append(token)
+        return drafts, expected
+
+    def _predictions(self, text: Sequence[int]) -> Iterator[tuple[float, int]]:
+        """Yields (estimated probability, token) by each length of context."""
+        for order in _ORDERS:
+            entry = self._entries.get(tuple(text[-order:])) if order <= len(text) else None
+            if entry is not None:
+                # One more than counted: a context seen once is no certainty.
+                yield entry[2][entry[1]] / (entry[0] + 1), entry[1]
+
+
+class TextMemory:
+    """The newest completions of each prompt, bounded in tokens; the prompts sampled longest ago go
+    first."""
+
+    def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
+        self._texts: OrderedDict[bytes, deque[array[int]]] = OrderedDict()
+        self._num_free = most_tokens
+
+    def add(self, prompt: bytes, tokens: Sequence[int]) -> None:
+        """Keeps a completion. `tokens` begins with the end of what came before it."""
+        texts = self._texts.setdefault(prompt, deque())
+        self._texts.move_to_end(prompt)
+        texts.append(array("i", tokens))
+        self._num_free -= len(tokens)
+        if len(texts) > _MOST_TEXTS:
+            self._num_free += len(texts.popleft())
+        while self._num_free < 0 and self._texts:
+            _, oldest = self._texts.popitem(last=False)
+            self._num_free += sum(map(len, oldest))
+
+    def index(self, prompt: bytes) -> NgramIndex:
+        """Returns an index of the prompt's completions."""
+        index = NgramIndex()
+        for tokens in self._texts.get(prompt, ()):
+            index.add(tokens.tolist())
+        return index
+
+
+class StepCost:
+    """Measures the time of an engine step as `base + slope * rows`, by least squares over recent
+    steps. The rows are the places at which a step samples."""
+
+    _DECAY = 0.998
+
+    def __init__(self) -> None:
+        # Sums of 1, rows, seconds, rows * rows and rows * seconds.
+        self._sums = [0.0] * 5
+
+    def add(self, rows: int, seconds: float) -> None:
+        """Notes one step without prompts."""
+        count, _, total_s, *_ = self._sums
+        # A step that waited for other processes says nothing about rows.
+        if count > 10:
+            seconds = min(seconds, 3 * total_s / count)
+        values = (1, rows, seconds, rows * rows, rows * seconds)
+        self._sums = [self._DECAY * old + new for old, new in zip(self._sums, values, strict=True)]
+
+    def base_rows(self) -> float:
+        """Returns how many rows cost as much as a step without any, between 1 and 1,000; 0 while
+        steps of different sizes are lacking."""
+        count, rows, seconds, squares, products = self._sums
+        variance = count * squares - rows * rows
+        # 10 steps, and a standard deviation of one row.
+        if count < 10 or variance < count * count:
+            return 0.0
+        slope = (count * products - rows * seconds) / variance
+        base = (seconds - slope * rows) / count
+        return 1000.0 if base > 1000 * slope else max(1.0, base / slope)
+
+
+@dataclass
+class _Conversation:
+    """A conversation of the current generation."""
+
+    prompt: bytes
+    """Its first prompt, which is the key of the texts that predict it."""
+    num_indexed: int
+    """How many of its tokens from the first on the index has counted."""
+    plain_end: int = 0
+    """The step in which a run without drafts would finish its newest request."""
+
+
+@dataclass
+class _Request:
+    """A request of the current generation."""
+
+    conversation: _Conversation
+    num_running: int
+    """How many requests ran when it was added, itself included."""
+    num_tokens: int = 0
+    """The tokens of its completion; 0 while it runs."""
+
+
+class Speculation:
+    """Proposes the drafts of one engine and counts what becomes of them.
+
+    vLLM makes it and calls `propose`. Ranks that share an engine must propose the same: everything
+    here but the time of steps is equal on them, and `begin` takes the first rank's."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._runner: Any = None
+        self._memory = TextMemory()
+        self._cost = StepCost()
+        self._base_rows = 0.0
+        # Drafts that were expected to be accepted, and those that were.
+        self._num_expected = 0.0
+        self._num_accepted = 0.0
+        self._checked = Mean()
+        self._saved_steps = Mean()
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forgets the requests of a generation."""
+        self._running: Mapping[str, ConversationId] = {}
+        # In the order in which they were added.
+        self._requests: dict[str, _Request] = {}
+        self._conversations: dict[ConversationId, _Conversation] = {}
+        self._indices: dict[bytes, NgramIndex] = {}
+        self._most_in_step = 0
+        self._num_steps = 0
+        # The rows of the current step, 0 if it has prompts.
+        self._num_rows = 0
+
+    def load_model(self, *_: Any) -> None:
+        """Does nothing, since there is no draft model. vLLM calls it."""
+
+    def attach(self, runner: Any) -> None:
+        """Puts this object and a CoupledSampler to work in vLLM's V1 model runner."""
+        self._runner = runner
+        runner.rejection_sampler = CoupledSampler(runner.sampler, self._count)
+        # Within MOST_DRAFTS of the longest length vLLM would replace the drafts of all requests by
+        # token 0, for the sake of draft models that read no further.
+        runner.effective_drafter_max_model_len += MOST_DRAFTS
+        execute_model = runner.execute_model
+
+        def execute_and_note(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            """Notes the size of the step, and runs the model runner's `execute_model`."""
+            has_prompts = (
+                scheduler_output.scheduled_new_reqs
+                or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+            )
+            num_rows = scheduler_output.total_num_scheduled_tokens
+            self._num_rows = 0 if has_prompts else num_rows
+            num_requests = len(scheduler_output.num_scheduled_tokens)
+            self._most_in_step = max(self._most_in_step, num_requests)
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        runner.execute_model = execute_and_note
+
+    def base_rows(self) -> float:
+        """Returns StepCost's `base_rows`, which differs between the ranks of an engine."""
+        return self._cost.base_rows()
+
+    def begin(self, base_rows: float, running: Mapping[str, ConversationId]) -> None:
+        """Begins a generation. `base_rows` is that of the engine's first rank, and `running` always
+        has the conversations of the requests that run."""
+        self._clear()
+        self._running = running
+        self._base_rows = base_rows
+        # What was measured counts less with each generation: the policy changes, and drafts that
+        # did not pay are tried again.
+        self._num_expected /= 2
+        self._num_accepted /= 2
+
+    def add_request(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+        """Takes a request that vLLM gets."""
+        id_ = self._running[request_id]
+        if id_ not in self._conversations:
+            prompt = array("i", prompt_ids).tobytes()
+            self._conversations[id_] = _Conversation(prompt, num_indexed=len(prompt_ids))
+        self._requests[request_id] = _Request(self._conversations[id_], len(self._running))
+
+    def end_request(
+        self, request_id: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
+    ) -> None:
+        """Takes the completion of a finished request."""
+        request = self._requests[request_id]
+        request.num_tokens = len(token_ids)
+        prompt = request.conversation.prompt
+        if prompt in self._indices:
+            self._index(request.conversation, [*prompt_ids, *token_ids])
+            # An index takes a hundred times the memory of its texts.
+            users = [self._conversations[id_].prompt == prompt for id_ in self._running.values()]
+            if sum(users) == 1:
+                del self._indices[prompt]
+        self._memory.add(prompt, [*prompt_ids[-_ORDERS[0] :], *token_ids])
+
+    def end_step(self, seconds: float) -> None:
+        """Notes a step of the engine and its time."""
+        self._num_steps += 1
+        if self._num_rows:
+            self._cost.add(self._num_rows, seconds)
+
+    def end(self) -> None:
+        """Ends a generation whose requests are all finished."""
+        # What a run without drafts would do: each request takes as many steps as it has tokens, and
+        # begins when as few others run as did when it was added here.
+        ends: list[int] = []
+        for request in self._requests.values():
+            start = request.conversation.plain_end
+            while len(ends) >= min(request.num_running, self._most_in_step):
+                start = max(start, heapq.heappop(ends))
+            request.conversation.plain_end = start + request.num_tokens
+            heapq.heappush(ends, request.conversation.plain_end)
+        num_plain = max(ends, default=0)
+        self._saved_steps = self._saved_steps.merge(Mean(num_plain - self._num_steps, num_plain))
+
+    def take_metrics(self) -> Reductions:
+        """Returns the metrics of the generations since the last call."""
+        metrics: Reductions = {
+            "speculation/accepted_frac": self._checked,
+            "speculation/drafted_tokens": Sum(self._checked.count),
+            "speculation/engine_steps_saved_frac": self._saved_steps,
+        }
+        self._checked = Mean()
+        self._saved_steps = Mean()
+        return metrics
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        **_: Any,
+    ) -> list[list[int]]:
+        """Returns the drafts of each request in vLLM's batch, [] for none. vLLM calls it.
+
+        `sampled_token_ids` has the tokens of this step; row i of `token_ids_cpu` begins with the
+        `num_tokens_no_spec[i]` tokens of request i so far."""
+        num_requests = len(sampled_token_ids)
+        drafts: list[list[int]] = [[] for _ in range(num_requests)]
+        # An accepted draft saves its request a row, and its part of a step, which costs as much as
+        # `base_rows` rows. It costs a row: this probability pays.
+        least = num_requests / (num_requests + self._base_rows)
+        trust = (self._num_accepted + _PRIOR_DRAFTS) / (self._num_expected + _PRIOR_DRAFTS)
+        # While many run, hardly a draft would pay for the time to look it up.
+        if least > min(trust, 0.5):
+            return drafts
+        for row, request_id in enumerate(self._runner.input_batch.req_ids):
+            state = self._runner.requests[request_id]
+            # The last token that a request may have needs no draft.
+            limit = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
+            if not sampled_token_ids[row] or limit <= 0:
+                continue
+            # vLLM's internal request id is the id that we gave and a random suffix.
+            conversation = self._requests[request_id.partition("-")[0]].conversation
+            tokens = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
+            index = self._index(conversation, tokens)
+            drafts[row], num_expected = index.draft(tokens, min(limit, MOST_DRAFTS), least / trust)
+            self._num_expected += num_expected
+        return drafts
+
+    def _index(self, conversation: _Conversation, tokens: Sequence[int]) -> NgramIndex:
+        """Returns the index of the conversation's prompt, with the conversation's `tokens` in
+        it."""
+        prompt = conversation.prompt
+        if prompt not in self._indices:
+            self._indices[prompt] = self._memory.index(prompt)
+            self._indices[prompt].add(array("i", prompt))
+        self._indices[prompt].add(tokens, conversation.num_indexed)
+        conversation.num_indexed = max(conversation.num_indexed, len(tokens))
+        return self._indices[prompt]
+
+    def _count(self, num_drafted: int, num_accepted: int) -> None:
+        """Counts the drafts that one step checked."""
+        self._num_accepted += num_accepted
+        self._checked = self._checked.merge(Mean(num_accepted, num_drafted))
+
+
+class CoupledSampler:
+    """Stands in for vLLM's RejectionSampler: it samples every place as a run without drafts would.
+
+    Each place of a request is a row for vLLM's own Sampler, with the request's temperature, top_p
+    and generator. Penalties, and other options that our requests never have, are not repeated by
+    row."""
+
+    def __init__(self, sampler: Any, count: Callable[[int, int], None]) -> None:
+        """`count` is called with the numbers of drafts checked and accepted in a step."""
+        self._sampler = sampler
+        self._count = count
+
+    def __call__(self, metadata: Any, _: Any, logits: Tensor, sampling: Any) -> Any:
+        """Returns a SamplerOutput with the sampled tokens [requests, most drafts + 1], in which -1
+        stands after the last token of a request, and the logprobs of these places.
+
+        `logits` [places, vocabulary] has a request's places in a row: after each draft, and one
+        more. `metadata` is a SpecDecodeMetadata, `sampling` a SamplingMetadata."""
+        num_drafts: list[int] = metadata.num_draft_tokens
+        width = max(num_drafts) + 1
+        if width == 1:
+            return self._sampler(logits=logits, sampling_metadata=sampling)
+        num_places = torch.tensor(num_drafts) + 1
+        request_of = torch.repeat_interleave(num_places)
+        first_place = num_places.cumsum(0) - num_places
+        generators = _RecordedGenerators(
+            (place, sampling.generators[request])
+            for place, request in enumerate(request_of.tolist())
+            if request in sampling.generators
+        )
+        by_place = {
+            name: values[request_of]
+            for name in ("temperature", "top_p", "top_k")
+            if (values := getattr(sampling, name)) is not None
+        }
+        result = self._sampler(
+            logits=logits, sampling_metadata=replace(sampling, generators=generators, **by_place)
+        )
+        sampled: list[int] = result.sampled_token_ids.flatten().tolist()
+        tokens = torch.full((len(num_drafts), width), -1, dtype=torch.int32)
+        num_accepted = 0
+        drafts_of = metadata.draft_token_ids.split(num_drafts)
+        for request, place in enumerate(first_place.tolist()):
+            number = num_drafts[request]
+            pairs = zip(drafts_of[request].tolist(), sampled[place : place + number], strict=True)
+            differing = (index for index, (draft, token) in enumerate(pairs) if draft != token)
+            num_kept = 1 + next(differing, number)
+            num_accepted += num_kept - 1
+            tokens[request, :num_kept] = torch.tensor(sampled[place : place + num_kept])
+            # The draws for places that are not kept must not have happened.
+            if num_kept <= number and place in generators.states:
+                generators[place].set_state(generators.states[place + num_kept])
+        self._count(len(sampled) - len(num_drafts), num_accepted)
+        logprobs = result.logprobs_tensors
+        if logprobs is not None:
+            # vLLM drops the logprobs where `tokens` has -1.
+            grid = first_place[:, None] + torch.arange(width)
+            places = grid.clamp(max=len(sampled) - 1).flatten()
+            logprobs = type(logprobs)(
+                logprobs.logprob_token_ids[places],
+                logprobs.logprobs[places],
+                logprobs.selected_token_ranks[places],
+            )
+        return replace(result, sampled_token_ids=tokens, logprobs_tensors=logprobs)
+
+
+class _RecordedGenerators(dict[int, torch.Generator]):
+    """Generators by row, whose states before each row's draw are in `states`.
+
+    vLLM's samplers take them from `items`, and draw for a row before they take the next."""
+
+    def __init__(self, generators: Iterable[tuple[int, torch.Generator]]) -> None:
+        super().__init__(generators)
+        self.states: dict[int, Tensor] = {}
+
+    def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+        for row, generator in super().items():
+            self.states[row] = generator.get_state()
+            yield row, generator
