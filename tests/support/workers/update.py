@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo.utils
 
-import grpo_spmd.learn.sampled_step
+import grpo_spmd.learn.balance
 from benchmarks.speed.balance import plan_of
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -254,7 +254,7 @@ def one_update(
 
     sampled = sampled_step_of(config, session)
     sampled.add(groups, score(groups))
-    grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
+    grpo_spmd.learn.balance.plan_batch = plan_batch if packed else plan_unpacked
     batch, decision = assemble_batch(sampled, session)
     retained = KeptScores()
     attach_logprobs(
