@@ -54,12 +54,12 @@ _CRITIC_TEST = "tests/ranks/test_critic.py"
 _EVALUATE = "tests/unit/test_evaluate.py"
 _ROUTES = "tests/unit/test_routing.py"
 _CHECK = "tests/ranks/test_proofs.py::test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit"  # noqa: E501
-_PACKED_PREFIX_TREE = "tests/unit/test_prefix_tree.py"
-_SHARED = (*_LONG_PROMPTS, "training.share_prefixes=true")
-_HYBRID = (
+_PACKED_HYBRID = (
     "tests/ranks/test_hybrid.py"
     "::test_packed_rows_are_those_of_transformers_sequence_by_sequence[1-qwen3_5_text]"
 )
+_PREFIX_TREE = "tests/unit/test_prefix_tree.py"
+_SHARED = (*_LONG_PROMPTS, "training.share_prefixes=true")
 _HYBRID = ("model.path={made}/hybrid", "model.dtype=bfloat16")
 
 
@@ -316,8 +316,8 @@ FAULTS = (
     Fault(
         "rank 1 leaves out a rollout of each row",
         "learn/assemble.py",
-        "pack_rollouts([rollouts_by_id[i] for i in row], session.device)",
-        "pack_rollouts([rollouts_by_id[i] for i in row][session.rank :], session.device)",
+        "[rollouts_by_id[i] for i in row],\n                session.device,",
+        "[rollouts_by_id[i] for i in row][session.rank :],\n                session.device,",
         (_PARTITION,),
     ),
     Fault(
