@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -504,9 +505,11 @@ def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
         )
     paths = [config.model.path, *config.teacher.paths.values(), config.critic.path or "policy"]
     for path in paths:
-        # A teacher or critic may be the policy itself.
-        if path != "policy" and has_recurrent_layers(load_config(path).to_dict()):
-            return f"{path} has recurrent layers, whose state would have to be forked"
+        # A teacher or critic may be the policy itself. One that cannot be read is refused where it
+        # is opened, by the name of its key.
+        with suppress(ConfigError):
+            if path != "policy" and has_recurrent_layers(load_config(path).to_dict()):
+                return f"{path} has recurrent layers, whose state would have to be forked"
     return None
 
 

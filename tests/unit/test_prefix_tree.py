@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 
+from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.balance import StepTokens, plan_batch, plan_step
 from grpo_spmd.learn.prefix_tree import build_tree, count_shared
 from grpo_spmd.model.policy import build_policy
+from grpo_spmd.parts import sharing_obstacle
 from grpo_spmd.records import (
     Completion,
     Episode,
@@ -27,7 +29,7 @@ from grpo_spmd.records import (
     RolloutGroup,
     Segment,
 )
-from tests.support.models import make_model
+from tests.support.models import make_model, write_config
 
 CPU = torch.device("cpu")
 
@@ -246,3 +248,17 @@ def test_what_a_group_shares_is_counted_by_its_tokens() -> None:
     assert counts.tree_tokens == [15 + 8 + 6 + 11 + 4] * 2
     assert counts.prefix_tokens == 15
     assert count_shared(group(sampled, *plain)).prefix_tokens == 0
+
+
+def test_recurrent_layers_and_replayed_routes_share_nothing(tmp_path: Path) -> None:
+    obstacles = []
+    for family, replays_routes in (("qwen3_5_text", False), ("qwen3_moe", True), ("qwen3", False)):
+        folder = make_model(tmp_path / family, family, tied=True)
+        config = load_config(write_config(tmp_path, folder))
+        obstacles.append(sharing_obstacle(config, replays_routes=replays_routes))
+    recurrent, routed, none = obstacles
+    assert recurrent is not None
+    assert "qwen3_5_text has recurrent layers" in recurrent
+    assert routed is not None
+    assert "model.router_replay" in routed
+    assert none is None
