@@ -111,10 +111,17 @@ class StepPlan(NamedTuple):
     shares_prefixes: bool
     num_forwarded_tokens: int
     """The tokens that the models read, shared ones once."""
-    slowest_cost: float
-    """The cost of the costliest row of each micro-batch, summed over micro-batches."""
     metrics: dict[str, float]
     """The results of `plan_metrics`."""
+
+
+class _Bundles(NamedTuple):
+    """Runs of consecutive rollouts that are dealt as one."""
+
+    starts: npt.NDArray[np.int64]
+    """The first rollout of each bundle."""
+    tokens: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
 
 
 def plan_step(
@@ -134,46 +141,44 @@ def plan_step(
     that whole groups, halves, quarters and so on are tried."""
     num_rollouts = len(step.tokens)
     # Without sharing each rollout is a bundle, with all of its tokens.
-    singles = np.arange(num_rollouts)
-    plain = _Bundles(singles, step.tokens, step.tokens + cost_ratio * step.tokens * step.tokens)
-    candidates = [plain]
+    plain_costs = step.tokens + cost_ratio * step.tokens * step.tokens
+    plain = _Bundles(np.arange(num_rollouts), step.tokens, plain_costs)
     group_size = num_rollouts // max(len(step.prefix_tokens), 1)
     is_shared = (step.prefix_tokens >= _MIN_PREFIX_TOKENS).any() and group_size > 1
     is_shared |= bool((step.tree_tokens < step.tokens).any())
+    candidates = [plain]
     if share_prefixes and is_shared:
         sizes = [group_size >> halvings for halvings in range(group_size.bit_length())]
-        shared = [_bundle(step, cost_ratio, size, max_tokens) for size in sizes]
-        if share_prefixes is True:
-            candidates = shared
-        elif shared[0].costs.sum() * _SHARING_OVERHEAD < plain.costs.sum():
-            # Else not even whole groups, which cost least, could be cheaper.
-            candidates = [*shared, plain]
-    plans = [
-        _plan_bundles(
-            bundles,
-            bundles is not plain,
-            num_rollouts,
+        candidates = [_bundle(step, cost_ratio, size, max_tokens) for size in sizes]
+        if share_prefixes == "auto":
+            candidates.append(plain)
+    best: tuple[_Bundles, BatchPlan] | None = None
+    best_cost = math.inf
+    for bundles in candidates:
+        # Gathering the keys of a shared prefix takes time that the FLOPs do not count.
+        overhead = 1.0 if bundles is plain else _SHARING_OVERHEAD
+        # No plan is better than an even one. Planning a large step takes rank 0 a while.
+        if overhead * bundles.costs.sum() / num_ranks >= best_cost:
+            continue
+        # A mini-batch begins with a group, and so with a bundle.
+        ends = np.searchsorted(bundles.starts, np.cumsum(mini_batch_sizes))
+        plan = plan_batch(
+            bundles.tokens,
             num_ranks=num_ranks,
-            mini_batch_sizes=mini_batch_sizes,
+            mini_batch_sizes=np.diff(ends, prepend=0).tolist(),
             max_tokens=max_tokens,
+            costs=bundles.costs,
         )
-        for bundles in candidates
-    ]
-    return min(plans, key=_counted_cost)
-
-
-def _counted_cost(plan: StepPlan) -> float:
-    # Gathering the keys of a shared prefix takes time that the FLOPs do not count.
-    return plan.slowest_cost * (_SHARING_OVERHEAD if plan.shares_prefixes else 1.0)
-
-
-class _Bundles(NamedTuple):
-    """Runs of consecutive rollouts that are dealt as one."""
-
-    starts: npt.NDArray[np.int64]
-    """The first rollout of each bundle."""
-    tokens: npt.NDArray[np.int64]
-    costs: npt.NDArray[np.float64]
+        cost = overhead * sum(_slowest_costs(plan, bundles.costs))
+        if best is None or cost < best_cost:
+            best = bundles, plan
+            best_cost = cost
+    assert best is not None
+    bundles, plan = best
+    metrics = plan_metrics(plan, bundles.tokens, bundles.costs)
+    if len(bundles.starts) < num_rollouts:
+        plan = _unbundle(plan, bundles.starts, np.diff(bundles.starts, append=num_rollouts))
+    return StepPlan(plan, bundles is not plain, int(bundles.tokens.sum()), metrics)
 
 
 def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> _Bundles:
@@ -196,33 +201,6 @@ def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> 
     branch_costs = tokens - prefix + cost_ratio * (tokens * tokens - prefix * prefix)
     prefix_costs = prefix[starts] + cost_ratio * prefix[starts] * prefix[starts]
     return _Bundles(starts, bundle_tokens, prefix_costs + np.add.reduceat(branch_costs, starts))
-
-
-def _plan_bundles(
-    bundles: _Bundles,
-    shares_prefixes: bool,
-    num_rollouts: int,
-    *,
-    num_ranks: int,
-    mini_batch_sizes: Sequence[int],
-    max_tokens: int,
-) -> StepPlan:
-    """Returns the plan that deals these bundles to rows."""
-    starts, tokens, costs = bundles
-    # A mini-batch begins with a group, and so with a bundle.
-    ends = np.searchsorted(starts, np.cumsum(mini_batch_sizes))
-    plan = plan_batch(
-        tokens,
-        num_ranks=num_ranks,
-        mini_batch_sizes=np.diff(ends, prepend=0).tolist(),
-        max_tokens=max_tokens,
-        costs=costs,
-    )
-    metrics = plan_metrics(plan, tokens, costs)
-    slowest_cost = sum(_slowest_costs(plan, costs))
-    if len(starts) < num_rollouts:
-        plan = _unbundle(plan, starts, np.diff(starts, append=num_rollouts))
-    return StepPlan(plan, shares_prefixes, int(tokens.sum()), slowest_cost, metrics)
 
 
 def _unbundle(
