@@ -6,6 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import ModelConfig
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
-from grpo_spmd.learn.balance import StepTokens, plan_batch, plan_step
+from grpo_spmd.learn.balance import StepPlan, StepTokens, plan_batch, plan_step
 from grpo_spmd.learn.prefix_tree import build_tree, count_shared
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.parts import sharing_obstacle
@@ -32,6 +33,7 @@ from grpo_spmd.records import (
 from tests.support.models import make_model, write_config
 
 CPU = torch.device("cpu")
+Share = bool | Literal["auto"]
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +131,10 @@ def test_shared_rows_equal_transformers_and_rows_that_share_nothing(
         logprobs, entropy = policy(row)
         weights = torch.randn(2, len(logprobs), generator=torch.Generator().manual_seed(0))
         (weights[0] @ logprobs + weights[1] @ entropy).backward()
-        gradients = {name: p.grad.full_tensor() for name, p in policy.named_parameters()}
+        gradients = {
+            name: p.grad.full_tensor()  # type: ignore[union-attr]
+            for name, p in policy.named_parameters()
+        }
         policy.zero_grad(set_to_none=True)
         results.append((logprobs, entropy, gradients))
     (logprobs, entropy, gradients), (plain_logprobs, plain_entropy, plain_gradients) = results
@@ -163,9 +168,21 @@ def _step(prompt: int, completion: int, group_size: int, num_groups: int = 4) ->
     return StepTokens(tokens, tokens, np.full(num_groups, prompt))
 
 
+def _planned(
+    step: StepTokens, num_ranks: int, sizes: list[int], max_tokens: int, *, share: Share = "auto"
+) -> StepPlan:
+    return plan_step(
+        step,
+        share,
+        1e-6,
+        num_ranks=num_ranks,
+        mini_batch_sizes=sizes,
+        max_tokens=max_tokens,
+    )
+
+
 def test_whole_groups_share_where_they_fit() -> None:
-    options = {"num_ranks": 2, "mini_batch_sizes": [32, 32], "max_tokens": 10_000}
-    step_plan = plan_step(_step(800, 200, 16), "auto", 0.0, **options)
+    step_plan = _planned(_step(800, 200, 16), 2, [32, 32], 10_000)
     assert step_plan.shares_prefixes
     assert step_plan.num_forwarded_tokens == 4 * (800 + 16 * 200)
     for number, mini_batch in enumerate(step_plan.plan):
@@ -176,27 +193,29 @@ def test_whole_groups_share_where_they_fit() -> None:
 
 
 def test_bundles_are_halved_until_they_fit_and_ranks_have_work() -> None:
-    options = {"mini_batch_sizes": [64], "max_tokens": 2000}
-    step_plan = plan_step(_step(800, 200, 16), "auto", 0.0, num_ranks=2, **options)
+    step_plan = _planned(_step(800, 200, 16), 2, [64], 2000)
     # 800 + 4 * 200 fit in 2,000 tokens, 800 + 8 * 200 do not.
     assert step_plan.num_forwarded_tokens == 16 * (800 + 4 * 200)
     # One group on four ranks: two bundles would leave two ranks without work.
-    options = {"mini_batch_sizes": [16], "max_tokens": 10_000}
-    step_plan = plan_step(_step(100, 200, 16, 1), "auto", 0.0, num_ranks=4, **options)
+    step_plan = _planned(_step(100, 200, 16, 1), 4, [16], 10_000)
     assert step_plan.num_forwarded_tokens == 4 * (100 + 4 * 200)
     assert [len(row) for rank in step_plan.plan[0] for row in rank] == [4] * 4
 
 
 @pytest.mark.parametrize(("share", "prompt", "completion"), [("auto", 10, 400), (False, 800, 200)])
 def test_a_plan_that_does_not_share_is_the_plain_one(
-    share: bool, prompt: int, completion: int
+    share: Share, prompt: int, completion: int
 ) -> None:
     step = _step(prompt, completion, 16)
-    options = {"num_ranks": 3, "mini_batch_sizes": [32, 32], "max_tokens": 3000}
-    step_plan = plan_step(step, share, 1e-5, **options)
+    step_plan = _planned(step, 3, [32, 32], 3000, share=share)
     assert not step_plan.shares_prefixes
-    costs = step.tokens + 1e-5 * step.tokens * step.tokens
-    expected = plan_batch(step.tokens, costs=costs, **options)
+    expected = plan_batch(
+        step.tokens,
+        num_ranks=3,
+        mini_batch_sizes=[32, 32],
+        max_tokens=3000,
+        costs=step.tokens + 1e-6 * step.tokens * step.tokens,
+    )
     assert list(step_plan.plan) == list(expected)
 
 
@@ -209,9 +228,7 @@ def test_shared_plans_have_every_rollout_once_in_rows_that_fit(seed: int) -> Non
     tokens = tree_tokens + rng.integers(0, 20, len(tree_tokens))
     step = StepTokens(tokens, tree_tokens, prefix)
     sizes = [group_size * n for n in np.bincount(rng.integers(0, 2, num_groups), minlength=2)]
-    step_plan = plan_step(
-        step, True, 1e-3, num_ranks=2, mini_batch_sizes=sizes, max_tokens=int(tokens.max() + 30)
-    )
+    step_plan = _planned(step, 2, sizes, int(tokens.max() + 30), share=True)
     begin = 0
     total = 0
     for mini_batch, size in zip(step_plan.plan, sizes, strict=True):
@@ -242,7 +259,7 @@ def test_what_a_group_shares_is_counted_by_its_tokens() -> None:
     assert (counts.tree_tokens, counts.prefix_tokens) == ([23, 20], 20)
     (forked,) = family_of_rollouts()[-1:]
     episode = Episode("ok", forked.segments, (), [], {}, [])
-    sampled = Completion(forked.completion_ids.tolist(), [0.0] * 21, "stop", episode)
+    sampled = Completion(list(forked.completion_ids), [0.0] * 21, "stop", episode)
     counts = count_shared(group(sampled, sampled))
     # The trunk and the fork once, and what each of the three contexts has alone.
     assert counts.tree_tokens == [15 + 8 + 6 + 11 + 4] * 2
