@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
@@ -328,12 +328,18 @@ def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions)
         scale = scale or query.shape[-1] ** -0.5
         return capped_attention(query, key, value, scale, window, softcap=softcap)
     mask = None
-    # is_causal is aligned at the top left corner, which is right only for whole sequences.
-    if num_queries < num_keys or (window is not None and num_keys > window):
+    offset = num_keys - num_queries
+    is_windowed = window is not None and num_keys > window
+    # is_causal is aligned at the top left corner, which is right only for whole sequences. As it
+    # skips the logits above the diagonal, queries for a short prefix are cheaper than a mask.
+    num_fillers = offset if offset < num_queries and not is_windowed else 0
+    if num_fillers:
+        query = pad(query, (0, 0, num_fillers, 0))
+    elif offset or is_windowed:
         positions = torch.arange(num_keys, device=query.device)
-        distance = positions[num_keys - num_queries :, None] - positions
+        distance = positions[offset:, None] - positions
         mask = (distance >= 0) & (distance < (window or num_keys))
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         query,
         key,
         value,
@@ -343,6 +349,7 @@ def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions)
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
+    return out[:, :, num_fillers:] if num_fillers else out
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
