@@ -219,8 +219,6 @@ def test_every_way_of_attention_shares_prefixes(results: Results) -> None:
         assert of["gradient"] < 0.05, backend
         for recomputed in RECOMPUTED[backend]:
             assert of[f"equal, {recomputed}"], (backend, recomputed)
-            # Its order of sums differs from run to run on a GPU.
-            assert of[f"sums, {recomputed}"] == 0
             if backend != "sdpa":
                 assert of[f"calls, {recomputed}"] == (3 if recomputed is True else 2), (
                     backend,
