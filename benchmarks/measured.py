@@ -46,6 +46,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "loss_memory": measured_speed.loss_memory,
     "logprob_kernels": measured_speed.logprob_kernels,
     "update": measured_speed.update,
+    "shared_prefixes": measured_speed.shared_prefixes,
     "balance": measured_speed.balance,
     "rank0": measured_speed.rank0,
     "host_overhead": measured_speed.host_overhead,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import yaml
@@ -48,9 +49,11 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead
+from grpo_spmd.model.config_json import has_recurrent_layers
 from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.hf_files import (
     checkpoint_folder,
+    load_config,
     load_tokenizer,
     stop_token_ids,
 )
@@ -62,7 +65,7 @@ from grpo_spmd.model.policy import (
     build_reference,
     choose_fused_kernel,
 )
-from grpo_spmd.model.routing import refuse_balance_loss
+from grpo_spmd.model.routing import num_experts, refuse_balance_loss
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
@@ -302,7 +305,13 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
     )
     # Micro-batches are balanced over ranks by FLOPs, in which attention grows faster than tokens.
     cost_ratio = attention_cost_ratio(policy.num_active_parameters, policy.model.config)
-    step_rules = make_step_rules(config, session.world_size, cost_ratio, score.weights)
+    step_rules = make_step_rules(
+        config,
+        session.world_size,
+        cost_ratio,
+        score.weights,
+        share_prefixes=policy.shares_prefixes and config.training.share_prefixes,
+    )
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
     )
@@ -450,6 +459,11 @@ def open_sampling(
     choose_fused_kernel(config.model.logprob_kernel, session.device)
     if config.loss.router_aux_coef:
         refuse_balance_loss(config.model.path)
+    hf_config = load_config(config.model.path)
+    may_replay = config.model.router_replay and num_experts(hf_config) > 0
+    obstacle = sharing_obstacle(config, replays_routes=may_replay)
+    if config.training.share_prefixes is True and obstacle:
+        raise ConfigError(f"training.share_prefixes: {obstacle}; set it to auto or false")
     # The engine comes before the policy: it measures the GPU's free memory when it is built, and
     # then sleeps, so that the policy can use the memory.
     engine = RolloutEngine(
@@ -469,6 +483,10 @@ def open_sampling(
         max_rollout_tokens=config.max_rollout_tokens,
         replays_routes=engine.records_routes,
     )
+    obstacle = sharing_obstacle(config, replays_routes=policy.replays_routes)
+    policy.shares_prefixes = bool(config.training.share_prefixes) and not obstacle
+    if obstacle and config.training.share_prefixes:
+        _log.info("training.share_prefixes: off, since %s", obstacle)
     if config.loss.router_aux_coef and not policy.replays_routes:
         raise ConfigError(
             f"loss.router_aux_coef: no routes of {config.model.path} are recorded, and the "
@@ -476,6 +494,23 @@ def open_sampling(
         )
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     return Sampling(environments, rewards, engine, policy, score)
+
+
+def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
+    """Returns why the rows of a run cannot share prefixes, None if they can."""
+    if replays_routes:
+        return (
+            "the engine may have taken other experts for a prompt in each of its completions "
+            "(model.router_replay)"
+        )
+    paths = [config.model.path, *config.teacher.paths.values(), config.critic.path or "policy"]
+    for path in paths:
+        # A teacher or critic may be the policy itself. One that cannot be read is refused where it
+        # is opened, by the name of its key.
+        with suppress(ConfigError):
+            if path != "policy" and has_recurrent_layers(load_config(path).to_dict()):
+                return f"{path} has recurrent layers, whose state would have to be forked"
+    return None
 
 
 def evaluate_alone(
@@ -528,10 +563,15 @@ def evaluate_alone(
 
 
 def make_step_rules(
-    config: Config, num_ranks: int, cost_ratio: float, reward_weights: Mapping[str, float]
+    config: Config,
+    num_ranks: int,
+    cost_ratio: float,
+    reward_weights: Mapping[str, float],
+    share_prefixes: bool | Literal["auto"] = False,
 ) -> StepRules:
     """Returns the rules by which a step is sampled, scored and assembled. `cost_ratio` is the
-    result of balance.attention_cost_ratio; `reward_weights` has all rewards' weights by name."""
+    result of balance.attention_cost_ratio; `reward_weights` has all rewards' weights by name;
+    `share_prefixes` is as in StepRules."""
     # If all weights are 0, rewards are only logged, and a teacher alone trains the policy.
     has_rewards = any(reward_weights.values())
     return StepRules(
@@ -542,6 +582,7 @@ def make_step_rules(
         max_error_frac=config.reward_pool.max_error_frac,
         num_ranks=num_ranks,
         attention_cost_ratio=cost_ratio,
+        share_prefixes=share_prefixes,
         discount=config.environment.discount if has_rewards else None,
         zero_advantages=not has_rewards,
         watched_rewards=watched_rewards(reward_weights),

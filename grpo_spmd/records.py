@@ -251,6 +251,32 @@ class RowRoutes:
     """The tokens for which the policy's own router takes another set of experts, by layer."""
 
 
+@dataclass(frozen=True)
+class PrefixTree:
+    """The sequences of a micro-batch as trees in which each shared prefix is one node.
+
+    A node is a span of tokens; a sequence is the nodes on the way from a root. The models read the
+    N tokens of the M nodes, node after node, instead of the T tokens of the sequences. A token
+    attends to the nodes before its own on the way from the root, and within its own node."""
+
+    tokens: Tensor
+    """int64 [N]. For each token of the nodes its index in the row, in the first sequence that has
+    it."""
+    index: Tensor
+    """int64 [T]. For each token of the row its index among the nodes' tokens."""
+    lengths: list[int]
+    """The lengths of the M nodes. Their sum is N."""
+    paths: list[tuple[int, ...]]
+    """For each node the numbers of the nodes before it on the way from the root."""
+    starts: Tensor
+    """int32 [M + 1]. The index of each node's first token, and N."""
+    keys: Tensor
+    """int64 [K]. Node after node, the indices of the tokens on the way from the root to the end of
+    the node, whose keys its tokens attend to."""
+    key_starts: Tensor
+    """int32 [M + 1]. The index in `keys` of each node's first one, and K."""
+
+
 @dataclass
 class MicroBatch:
     """The sequences of one forward and backward pass on one rank.
@@ -296,6 +322,8 @@ class MicroBatch:
     """float32 [C]. The regression targets of the critic's values."""
     routes: RowRoutes | None = None
     """The engine's routes. None: the policy takes its own."""
+    tree: PrefixTree | None = None
+    """What the models read in place of the row. None: they read the row."""
 
 
 @dataclass(frozen=True)
@@ -458,6 +486,8 @@ class StepDecision:
     """Number of completion tokens that the engines sampled, including those of dropped groups."""
     metrics: dict[str, float | None]
     """The metrics of the step that rank 0 computed."""
+    shares_prefixes: bool = False
+    """True if the models read a prefix that sequences of a row share only once."""
     advantage_slope: float | None = None
     """How much an advantage grows if the reward grows by 1, if this is the same for all groups.
     None: it differs from group to group."""
@@ -495,6 +525,8 @@ class Decision:
     rank0_decision: StepDecision | None = None
     """The whole decision, on rank 0 only."""
     advantage_slope: float | None = None
+    """As in StepDecision."""
+    shares_prefixes: bool = False
     """As in StepDecision."""
 
     def rollout_ids(self, group: RolloutGroup) -> range:

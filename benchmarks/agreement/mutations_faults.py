@@ -60,6 +60,8 @@ _PACKED_HYBRID = (
     "tests/ranks/test_hybrid.py"
     "::test_packed_rows_are_those_of_transformers_sequence_by_sequence[1-qwen3_5_text]"
 )
+_PREFIX_TREE = "tests/unit/test_prefix_tree.py"
+_SHARED = (*_LONG_PROMPTS, "training.share_prefixes=true")
 _HYBRID = ("model.path={made}/hybrid", "model.dtype=bfloat16")
 
 
@@ -88,6 +90,11 @@ _LOAD = "            self._engine.load_weights(weights, step, direct, pieces=pie
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
+_PATHS = "    paths = [tuple(number_of[old] for old in node.path) for node in nodes]\n"
+_BRANCH = (
+    "    for number, _ in runs:\n"
+    "        yield torch.cat([pieces[node] for way in islice(ways, number) for node in way])\n"
+)
 _SAVED = "            yield target.name, rows.view(target.shape)\n"
 
 _PARSER = threading.Lock()
@@ -274,9 +281,9 @@ FAULTS = (
     ),
     Fault(
         "sequences of a row see their neighbours",
-        "model/policy.py",
-        "            batch.sequence_lengths, batch.sequence_starts, self.attention, batch.routes\n",
-        "            [sum(batch.sequence_lengths)], batch.sequence_starts, self.attention, None\n",
+        "model/attention.py",
+        "PackedLayout(batch.sequence_lengths, batch.sequence_starts, backend, routes)",
+        "PackedLayout([sum(batch.sequence_lengths)], batch.sequence_starts, backend, None)",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -311,8 +318,8 @@ FAULTS = (
     Fault(
         "rank 1 leaves out a rollout of each row",
         "learn/assemble.py",
-        "pack_rollouts([rollouts_by_id[i] for i in row], session.device)",
-        "pack_rollouts([rollouts_by_id[i] for i in row][session.rank :], session.device)",
+        "[rollouts_by_id[i] for i in row],\n                session.device,",
+        "[rollouts_by_id[i] for i in row][session.rank :],\n                session.device,",
         (_PARTITION,),
     ),
     Fault(
@@ -701,6 +708,33 @@ FAULTS = (
         "row.unflatten(0, run)], 1), *args, **options)[:, -run[1]:].flatten(0, 1)\n",
         (_PACKED_HYBRID,),
         overrides=_HYBRID,
+    ),
+    Fault(
+        "shared prefixes: a branch sees its sibling",
+        "learn/prefix_tree.py",
+        _PATHS,
+        f"{_PATHS}    paths = [(*path, i - 1) if path and paths[i - 1] == path else path "
+        "for i, path in enumerate(paths)]\n",
+        (_PREFIX_TREE,),
+        overrides=_SHARED,
+    ),
+    Fault(
+        "shared prefixes: a branch's positions go on after its sibling's",
+        "model/attention.py",
+        "batch.position_ids[tree.tokens][None]",
+        "torch.arange(len(tree.tokens), device=tree.tokens.device)[None]",
+        (_PREFIX_TREE,),
+        overrides=_SHARED,
+    ),
+    Fault(
+        "shared prefixes: the gradient of a prefix's keys is that of one branch",
+        "model/attention.py",
+        _BRANCH,
+        "    counted = set()\n    for number, _ in runs:\n"
+        "        yield torch.cat([pieces[n] if n == way[-1] or not (n in counted or "
+        "counted.add(n)) else pieces[n].detach() for way in islice(ways, number) for n in way])\n",
+        (_PREFIX_TREE,),
+        overrides=_SHARED,
     ),
 )
 

@@ -27,7 +27,7 @@ from grpo_spmd.config.schema import (
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.learn import assemble, sampled_step
+from grpo_spmd.learn import assemble, balance
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter
@@ -110,7 +110,7 @@ def one_round(
 
         return inner
 
-    positions = {name: sampled_step if name == "plan_batch" else assemble for name in PARTS}
+    positions = {name: balance if name == "plan_batch" else assemble for name in PARTS}
     originals = {name: getattr(module, name) for name, module in positions.items()}
     for name, original in originals.items():
         setattr(positions[name], name, timed(name, original))

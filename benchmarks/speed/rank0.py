@@ -37,7 +37,7 @@ from benchmarks.speed.balance import BUDGET, GROUP_SIZE, LONGEST, trace
 from benchmarks.support.report import Row, arguments_parser, report
 from grpo_spmd.config.schema import AdvantageConfig, LossConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed.reductions import Mean, Sum, merge_bytes, to_bytes
-from grpo_spmd.learn import sampled_step
+from grpo_spmd.learn import balance
 from grpo_spmd.learn.losses import mismatch_sums
 from grpo_spmd.learn.sampled_step import StepRules, _Rank0Step
 from grpo_spmd.learn.step_messages import encode_decisions, encode_groups
@@ -69,9 +69,7 @@ def _measure(num_rollouts: int, num_ranks: int) -> Row:
         seconds: dict[str, float] = {}
         rank0_step = _Rank0Step(rules)
         _timed(seconds, "judge_s", rank0_step.add_round)(facts, num_rollouts // GROUP_SIZE)
-        with patch.object(
-            sampled_step, "plan_batch", _timed(seconds, "plan_s", sampled_step.plan_batch)
-        ):
+        with patch.object(balance, "plan_batch", _timed(seconds, "plan_s", balance.plan_batch)):
             step = _timed(seconds, "rest_s", rank0_step.decide)()
         seconds["rest_s"] -= seconds["plan_s"]
         shares = _timed(seconds, "encode_s", encode_decisions)(step)

@@ -150,6 +150,25 @@ def update(record: Record) -> Iterator[Line]:
                     yield Line(label, "; ".join(pieces), model_values)
 
 
+def shared_prefixes(record: Record) -> Iterator[Line]:
+    rows = record.run("shared_prefixes", "ratio", "group_size", "share_prefixes")
+    for (ratio, group_size), case_values in _by(rows, "ratio", "group_size"):
+        pieces = []
+        for row in case_values:
+            if row["share_prefixes"] != "False":
+                name = "auto" if row["share_prefixes"] == "auto" else "true"
+                shared = "" if row["shares"] else ", which shares nothing"
+                pieces.append(
+                    f"{name}{shared}: {figure(row.number('tokens_less'))} times fewer tokens, "
+                    f"{spread(row, 'faster')} times faster"
+                )
+        label = (
+            f"an update with shared prefixes, prompts {figure(ratio)} times as long as their "
+            f"completions, groups of {group_size}: beside plain rows"
+        )
+        yield Line(label, "; ".join(pieces), case_values)
+
+
 def balance(record: Record) -> Iterator[Line]:
     rows = record.run("balance", "max_tokens", "rollouts", "ranks")
     for (max_tokens,), budget_values in _by(rows, "max_tokens"):

@@ -583,6 +583,11 @@ class TrainingConfig:
     """most prompt and completion tokens in one forward-backward pass on one rank. auto: 16384, or
     fewer if the planner finds that these do not fit; on a CPU 2048, or 2 rollouts if that is more
     """
+    share_prefixes: bool | Literal["auto"] = "auto"
+    """read a prompt once for several of its completions in one micro-batch, and what an episode's
+    contexts have in common. auto: in the steps in which this is counted cheaper; true: in all
+    steps. Not for recurrent layers, nor for replayed routes of experts
+    """
     max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not
     finite"""

@@ -24,6 +24,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.advantages import Credit, credited_tokens
 from grpo_spmd.learn.contexts import completion_contexts, read_routes, rollout_contexts
 from grpo_spmd.learn.losses import kl_estimate
+from grpo_spmd.learn.prefix_tree import build_tree
 from grpo_spmd.learn.sampled_step import SampledStep, rollout_advantages
 from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.model.attention import sequence_starts
@@ -52,7 +53,14 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
     }
     mini_batches = [
-        [pack_rollouts([rollouts_by_id[i] for i in row], session.device) for row in rows]
+        [
+            pack_rollouts(
+                [rollouts_by_id[i] for i in row],
+                session.device,
+                shares_prefixes=decision.shares_prefixes,
+            )
+            for row in rows
+        ]
         for rows in decision.rows
     ]
     rows = list(chain.from_iterable(decision.rows))
@@ -244,8 +252,11 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
     return rollouts
 
 
-def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBatch:
-    """Returns one row of rollouts as a micro-batch without padding.
+def pack_rollouts(
+    rollouts: Sequence[Rollout], device: torch.device, *, shares_prefixes: bool = False
+) -> MicroBatch:
+    """Returns one row of rollouts as a micro-batch without padding. With `shares_prefixes` it has a
+    tree, if its sequences share a prefix.
 
     A row without any completion token is replaced by a placeholder of two tokens that do not count
     in the loss, so that this rank makes as many passes as the others.
@@ -293,6 +304,9 @@ def pack_rollouts(rollouts: Sequence[Rollout], device: torch.device) -> MicroBat
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=ids_with_tokens,
         routes=_pack_routes(contexts, device),
+        tree=build_tree([context.token_ids for context in contexts], device)
+        if shares_prefixes
+        else None,
     )
 
 

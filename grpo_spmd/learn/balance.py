@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,11 @@ Ids = npt.NDArray[np.int32]
 _MAX_SPREAD = 1e-3
 # The number of cheapest rows with which the costliest row tries to exchange a rollout.
 _MAX_PARTNERS = 16
+# A shorter prefix of a group is not counted as shared: what prefix_tree.py leaves unshared after it
+# has shared the beginning of all prompts, such as a chat template's, is less than this.
+_MIN_PREFIX_TOKENS = 16
+# A plan that shares prefixes must be counted cheaper by this factor.
+_SHARING_OVERHEAD = 1.05
 # Stands for "no rollout" in an exchange: items count from 1.
 _NO_ITEM = 0
 
@@ -87,6 +92,130 @@ def plan_batch(
     return BatchPlan(ids, lengths)
 
 
+@dataclass(frozen=True)
+class StepTokens:
+    """The tokens of a step's rollouts, in the order of rollout ids, and of its groups."""
+
+    tokens: npt.NDArray[np.int64]
+    """[B] Prompt and completion."""
+    tree_tokens: npt.NDArray[np.int64]
+    """[B] The same with each prefix that the contexts of an episode share once."""
+    prefix_tokens: npt.NDArray[np.int64]
+    """[P] The tokens with which all contexts of a group begin."""
+
+
+class StepPlan(NamedTuple):
+    """A plan of a step, and what is counted of it."""
+
+    plan: BatchPlan
+    shares_prefixes: bool
+    num_forwarded_tokens: int
+    """The tokens that the models read, shared ones once."""
+    metrics: dict[str, float]
+    """The results of `plan_metrics`."""
+
+
+class _Bundles(NamedTuple):
+    """Runs of consecutive rollouts that are dealt as one."""
+
+    starts: npt.NDArray[np.int64]
+    """The first rollout of each bundle."""
+    tokens: npt.NDArray[np.int64]
+    costs: npt.NDArray[np.float64]
+
+
+def plan_step(
+    step: StepTokens,
+    share_prefixes: bool | Literal["auto"],
+    cost_ratio: float,
+    *,
+    num_ranks: int,
+    mini_batch_sizes: Sequence[int],
+    max_tokens: int,
+) -> StepPlan:
+    """Returns the cheapest plan of a step, of those that share prefixes and, unless
+    `share_prefixes` is true, the one that does not. `cost_ratio` is that of `attention_cost_ratio`.
+
+    To share, bundles are dealt to the rows in place of rollouts: consecutive rollouts of a group,
+    with their prefix once. Large bundles have fewer tokens, small ones are easier to balance, so
+    that whole groups, halves, quarters and so on are tried."""
+    num_rollouts = len(step.tokens)
+    # Without sharing each rollout is a bundle, with all of its tokens.
+    plain_costs = step.tokens + cost_ratio * step.tokens * step.tokens
+    plain = _Bundles(np.arange(num_rollouts), step.tokens, plain_costs)
+    group_size = num_rollouts // max(len(step.prefix_tokens), 1)
+    is_shared = (step.prefix_tokens >= _MIN_PREFIX_TOKENS).any() and group_size > 1
+    is_shared |= bool((step.tree_tokens < step.tokens).any())
+    candidates = [plain]
+    if share_prefixes and is_shared:
+        sizes = [group_size >> halvings for halvings in range(group_size.bit_length())]
+        candidates = [_bundle(step, cost_ratio, size, max_tokens) for size in sizes]
+        if share_prefixes == "auto":
+            candidates.append(plain)
+    best: tuple[_Bundles, BatchPlan] | None = None
+    best_cost = math.inf
+    for bundles in candidates:
+        # Gathering the keys of a shared prefix takes time that the FLOPs do not count.
+        overhead = 1.0 if bundles is plain else _SHARING_OVERHEAD
+        # No plan is better than an even one. Planning a large step takes rank 0 a while.
+        if overhead * bundles.costs.sum() / num_ranks >= best_cost:
+            continue
+        # A mini-batch begins with a group, and so with a bundle.
+        ends = np.searchsorted(bundles.starts, np.cumsum(mini_batch_sizes))
+        plan = plan_batch(
+            bundles.tokens,
+            num_ranks=num_ranks,
+            mini_batch_sizes=np.diff(ends, prepend=0).tolist(),
+            max_tokens=max_tokens,
+            costs=bundles.costs,
+        )
+        cost = overhead * sum(_slowest_costs(plan, bundles.costs))
+        if best is None or cost < best_cost:
+            best = bundles, plan
+            best_cost = cost
+    assert best is not None
+    bundles, plan = best
+    metrics = plan_metrics(plan, bundles.tokens, bundles.costs)
+    if len(bundles.starts) < num_rollouts:
+        plan = _unbundle(plan, bundles.starts, np.diff(bundles.starts, append=num_rollouts))
+    return StepPlan(plan, bundles is not plain, int(bundles.tokens.sum()), metrics)
+
+
+def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> _Bundles:
+    """Returns bundles of at most `size` rollouts of a group, halved until they have at most
+    `max_tokens` tokens."""
+    num_rollouts = len(step.tokens)
+    group_size = num_rollouts // len(step.prefix_tokens)
+    prefix = np.where(step.prefix_tokens >= _MIN_PREFIX_TOKENS, step.prefix_tokens, 0)
+    prefix = np.repeat(prefix, group_size)
+    tokens = step.tree_tokens
+    starts = np.arange(num_rollouts).reshape(-1, group_size)[:, ::size].ravel()
+    while True:
+        sizes = np.diff(starts, append=num_rollouts)
+        bundle_tokens = prefix[starts] + np.add.reduceat(tokens - prefix, starts)
+        is_large = (bundle_tokens > max_tokens) & (sizes > 1)
+        if not is_large.any():
+            break
+        starts = np.union1d(starts, (starts + sizes // 2)[is_large])
+    # a*L + b*L^2 of a rollout, less that of its prefix, which the bundle has once.
+    branch_costs = tokens - prefix + cost_ratio * (tokens * tokens - prefix * prefix)
+    prefix_costs = prefix[starts] + cost_ratio * prefix[starts] * prefix[starts]
+    return _Bundles(starts, bundle_tokens, prefix_costs + np.add.reduceat(branch_costs, starts))
+
+
+def _unbundle(
+    plan: BatchPlan, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
+) -> BatchPlan:
+    """Returns a plan of bundles as one of their rollouts."""
+    ids = [np.arange(starts[i], starts[i] + sizes[i], dtype=np.int32) for i in plan.ids]
+    lengths = []
+    for block_ids, block_lengths in plan.blocks():
+        row_of = np.repeat(np.arange(block_lengths.size), block_lengths.ravel())
+        row_sizes = np.bincount(row_of, sizes[block_ids], block_lengths.size)
+        lengths.append(row_sizes.reshape(block_lengths.shape).astype(np.int32))
+    return BatchPlan(np.concatenate(ids), lengths)
+
+
 def split_groups(num_groups: int, num_mini_batches: int) -> list[int]:
     """Returns the number of groups of each mini-batch, as even as possible. They cannot always be
     equal: dynamic sampling may leave a step with fewer groups than it asked for."""
@@ -107,7 +236,6 @@ def plan_metrics(
     num_ranks = len(plan.lengths[0])
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
     all_tokens = np.asarray(num_tokens, float)
-    slowest_costs: list[float] = []
     rank_costs = np.zeros(num_ranks)
     rank_tokens = np.zeros(num_ranks)
     for ids, lengths in plan.blocks():
@@ -117,17 +245,26 @@ def plan_metrics(
             np.bincount(row_of, values[ids], lengths.size).reshape(lengths.shape)
             for values in (all_costs, all_tokens)
         )
-        slowest_costs += row_costs.max(axis=0).tolist()
         rank_costs += row_costs.cumsum(axis=1)[:, -1]
         rank_tokens += row_tokens.sum(axis=1)
     total = sum(rank_costs.tolist())
-    slowest = sum(slowest_costs)
+    slowest = sum(_slowest_costs(plan, all_costs))
     return {
         "packing_efficiency_frac": total / (num_ranks * slowest) if slowest else 0.0,
         "rank_cost_spread_frac": float(np.ptp(rank_costs) / max(rank_costs.max(), 1)),
         "rank_token_spread_frac": float(np.ptp(rank_tokens) / max(rank_tokens.max(), 1)),
         "micro_batches": sum(lengths.shape[1] for lengths in plan.lengths),
     }
+
+
+def _slowest_costs(plan: BatchPlan, costs: npt.NDArray[np.float64]) -> list[float]:
+    """Returns the cost of the costliest row of each micro-batch."""
+    slowest: list[float] = []
+    for ids, lengths in plan.blocks():
+        row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
+        row_costs = np.bincount(row_of, costs[ids], lengths.size).reshape(lengths.shape)
+        slowest += row_costs.max(axis=0).tolist()
+    return slowest
 
 
 # The rows of a mini-batch: rollouts are dealt to rows, rows that run side by side are levelled, and

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from grpo_spmd.learn.advantages import (
     compute_advantages,
     overlong_penalties,
 )
-from grpo_spmd.learn.balance import plan_batch, plan_metrics, split_groups
+from grpo_spmd.learn.balance import StepTokens, plan_step, split_groups
 from grpo_spmd.learn.step_messages import (
     GroupRows,
     StepCounts,
@@ -65,6 +65,8 @@ class StepRules:
     attention_cost_ratio: float = 0.0
     """The cost of attention relative to that of the other layers; see
     balance.attention_cost_ratio."""
+    share_prefixes: bool | Literal["auto"] = False
+    """`training.share_prefixes`; False if the models cannot share."""
     discount: float | None = None
     """`environment.discount`. None: one reward for all turns."""
     zero_advantages: bool = False
@@ -235,7 +237,11 @@ class _Rank0Step:
         # Free the rows: 100,000 rollouts have 6 MB of them, and this object lives through the step.
         self._rows.clear()
         rows = rows[used]
-        num_tokens = rows["tokens"].astype(np.int64).ravel()
+        step_tokens = StepTokens(
+            tokens=rows["tokens"].astype(np.int64).ravel(),
+            tree_tokens=rows["tree_tokens"].astype(np.int64).ravel(),
+            prefix_tokens=rows["prefix_tokens"].astype(np.int64),
+        )
         # Rollouts that do not count in the loss keep their place in the plan. An unknown reward
         # takes a rollout out of the loss, unless rewards are only logged and a teacher teaches.
         is_unknown = np.isnan(rewards) & (not rules.zero_advantages)
@@ -249,16 +255,20 @@ class _Rank0Step:
         num_loss_sequences = [int((block > 0).sum()) for block in blocks]
         # Free these before the plan is made: they and the plan take the most memory of a step.
         del rows, overlong, loss_tokens, blocks
-        costs = num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens
-        plan = plan_batch(
-            num_tokens,
+        step_plan = plan_step(
+            step_tokens,
+            rules.share_prefixes,
+            rules.attention_cost_ratio,
             num_ranks=rules.num_ranks,
             mini_batch_sizes=sizes,
             max_tokens=rules.training.micro_batch_tokens,
-            costs=costs,
         )
-        for name, value in plan_metrics(plan, num_tokens, costs).items():
+        num_tokens = int(step_tokens.tokens.sum())
+        for name, value in step_plan.metrics.items():
             metrics[f"batching/{name}"] = value
+        metrics["batching/forwarded_tokens_frac"] = step_plan.num_forwarded_tokens / max(
+            num_tokens, 1
+        )
         advantages = rollout_advantages(rewards, rules.advantage)
         slope = None
         # REINFORCE++ has the same slope in all groups. It is sent to the ranks because a group
@@ -271,15 +281,16 @@ class _Rank0Step:
             rewards=rewards.ravel(),
             advantages=advantages * np.float32(not rules.zero_advantages),
             in_loss=in_loss.ravel(),
-            plan=plan,
+            plan=step_plan.plan,
             num_groups=np.bincount(self._ranks, minlength=rules.num_ranks),
             slots=slots.astype(np.int32),
             num_loss_tokens=num_loss_tokens,
             num_loss_sequences=num_loss_sequences,
-            num_tokens=int(num_tokens.sum()),
+            num_tokens=num_tokens,
             num_sampled_tokens=num_sampled_tokens,
             metrics=metrics,
             advantage_slope=slope,
+            shares_prefixes=step_plan.shares_prefixes,
         )
         return self.decision
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from grpo_spmd.distributed.packed import PackedReader, pack
+from grpo_spmd.learn.prefix_tree import count_shared
 from grpo_spmd.records import (
     EPISODE_STATUSES,
     Decision,
@@ -38,11 +39,12 @@ _STATUSES = (*EPISODE_STATUSES, _NO_EPISODE.status)
 
 
 def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
-    """Returns the dtype of one group: 8 bytes per group and 22 per rollout, 8 more per rollout and
+    """Returns the dtype of one group: 12 bytes per group and 26 per rollout, 8 more per rollout and
     reward function."""
     columns: dict[str, type] = {
         "completion_tokens": np.int32,
         "tokens": np.int32,  # all tokens that the policy reads: prompt, completion, environment
+        "tree_tokens": np.int32,  # the same with each prefix that its contexts share once
         "truncated": np.bool_,
         "rewards": np.float64,  # the weighted sums; NaN: unknown
         "segments": np.uint16,
@@ -52,6 +54,7 @@ def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
     return np.dtype(
         [
             ("position", np.int64),  # position of the prompt in the prompt stream
+            ("prefix_tokens", np.int32),  # with which all contexts of the group begin
             *((name, kind, (group_size,)) for name, kind in columns.items()),
             # The rewards of each function. NaN: it does not apply, or its value is unusable.
             ("by_name", np.float64, (num_rewards, group_size)),
@@ -102,8 +105,10 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
     episodes = [completion.episode or _NO_EPISODE for completion in completions]
     prompt_tokens = [len(group.prompt.token_ids) for group in groups for _ in group.completions]
     completion_tokens = [len(completion.token_ids) for completion in completions]
+    forks = [count_shared(group) for group in groups]
     columns: dict[str, Any] = {
         "completion_tokens": completion_tokens,
+        "tree_tokens": [count for fork in forks for count in fork.tree_tokens],
         # A failed episode has no segments; the policy read no more than its prompt.
         "tokens": [
             sum(len(segment.token_ids) for segment in episode.segments) or num_prompt + num_sampled
@@ -121,6 +126,7 @@ def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_
     shape = (len(groups), group_size)
     rows = np.zeros(len(groups), group_dtype(len(scored.by_name), group_size))
     rows["position"] = [group.prompt.position for group in groups]
+    rows["prefix_tokens"] = [fork.prefix_tokens for fork in forks]
     for name, column in columns.items():
         rows[name] = np.reshape(column, shape)
     for number, values in enumerate(scored.by_name.values()):
@@ -195,6 +201,7 @@ class _Share(msgspec.Struct, array_like=True):
     num_tokens: int
     num_sampled_tokens: int
     advantage_slope: float | None
+    shares_prefixes: bool
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
@@ -224,6 +231,7 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
             num_tokens=step.num_tokens,
             num_sampled_tokens=step.num_sampled_tokens,
             advantage_slope=step.advantage_slope,
+            shares_prefixes=step.shares_prefixes,
         )
         messages.append(msgspec.msgpack.encode(share))
     return messages

@@ -1,7 +1,9 @@
 """Attention over packed rows: one function for HF models, with three back ends.
 
 A packed row is several sequences end to end, without padding. Attention is causal within each
-sequence, and no sequence sees another one. T is the number of tokens in a row.
+sequence, and no sequence sees another one. T is the number of tokens in a row. In a row of shared
+prefixes (records.PrefixTree) a node's queries see the keys on the way from the root: Q queries are
+the last ones of K tokens, so that the causal mask is aligned at its bottom right corner.
 
 The back ends:
 flash: flash-attn's kernel for variable lengths. It needs bfloat16 on a GPU.
@@ -13,19 +15,19 @@ works everywhere. Capped attention logits (Gemma 2) use a softmax that is writte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from itertools import accumulate, groupby
+from collections.abc import Iterable, Iterator
+from itertools import accumulate, groupby, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.model.families.logits import capped_attention
 from grpo_spmd.model.families.recurrent import can_import
-from grpo_spmd.records import RowRoutes
+from grpo_spmd.records import MicroBatch, PrefixTree, RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
@@ -40,20 +42,59 @@ class PackedLayout:
         starts: Tensor,
         backend: Backend,
         routes: RowRoutes | None = None,
+        tree: PrefixTree | None = None,
     ) -> None:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
         `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py):
-        transformers hands the layout to every layer."""
+        transformers hands the layout to every layer. With a `tree` the sequences are its nodes."""
+        self.tree = tree
         self.backend = backend
         self.routes = routes
         self.starts = starts
         # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
         # length, so that all sequences of one length are neighbours.
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
+        if tree is not None:
+            num_keys = [sum(lengths[n] for n in (*path, i)) for i, path in enumerate(tree.paths)]
+            shapes = groupby(zip(lengths, num_keys, strict=True))
+            self.runs = [(len(list(run)), length) for (length, _), run in shapes]
         if backend != "sdpa":
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
             self.bounds = (starts, starts, longest, longest)
+            if tree is not None:
+                self.bounds = (starts, tree.key_starts, longest, max(num_keys))
+
+
+class RowInputs(NamedTuple):
+    """What a decoder reads of a micro-batch."""
+
+    input_ids: Tensor
+    """int64 [1, T], or [1, N] of a tree."""
+    position_ids: Tensor
+    """The same shape."""
+    layout: PackedLayout
+    predict_index: Tensor
+    """int64 [C]. Index of the token whose hidden state predicts each completion token."""
+
+
+def row_inputs(batch: MicroBatch, backend: Backend, routes: RowRoutes | None = None) -> RowInputs:
+    """Returns what a decoder reads of a micro-batch: its row, or the nodes of its tree."""
+    tree = batch.tree
+    if tree is None:
+        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, backend, routes)
+        return RowInputs(
+            batch.input_ids[None], batch.position_ids[None], layout, batch.predict_index
+        )
+    assert routes is None, "siblings may have other routes of one token"
+    return RowInputs(
+        batch.input_ids[tree.tokens][None],
+        # Positions go on from a node to those after it.
+        batch.position_ids[tree.tokens][None],
+        PackedLayout(tree.lengths, tree.starts, backend, tree=tree),
+        # The first token of every branch is predicted by the last token of the shared prefix.
+        tree.index[batch.predict_index],
+    )
 
 
 def sequence_starts(lengths: Iterable[int]) -> Tensor:
@@ -146,6 +187,13 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
     """Computes attention [T, heads, head_dim] by flash-attn."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
+    tree = layout.tree
+    if tree is not None:
+        if options.softcap is None:
+            return _varlen(q, k, v, layout, options)
+        # torch's kernel caps nothing. This one keeps the gathered keys and values until the
+        # backward pass.
+        k, v = k[tree.keys], v[tree.keys]
     settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
     # Old versions of flash-attn do not know this argument: pass it only if it is needed.
     if options.softcap is not None:
@@ -168,6 +216,9 @@ def _varlen(
     gqa: dict[str, Any] = (
         {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     )
+    if layout.tree is not None:
+        tree_out: Tensor = _TreeVarlen.apply(q, k, v, layout, options, gqa)
+        return tree_out
     out = varlen_attn(
         q, k, v, *layout.bounds, scale=options.scale, window_size=options.window_size, **gqa
     )
@@ -175,44 +226,130 @@ def _varlen(
     return out
 
 
+class _TreeVarlen(torch.autograd.Function):
+    """torch's kernel for variable lengths over the nodes of a tree.
+
+    The kernel needs the keys and values of a shared prefix once for each branch. They are gathered
+    again in the backward pass: kept, they would take the memory that sharing saves."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layout: PackedLayout,
+        options: _LogitOptions,
+        gqa: dict[str, Any],
+    ) -> Tensor:
+        assert layout.tree is not None
+        keys = layout.tree.keys
+        window = options.window_size
+        ctx.layout = layout
+        # As varlen_attn calls its kernels: a window is causal by itself.
+        ctx.settings = (window == (-1, 0), options.scale, list(window))
+        out, log_sums, random_state = torch.ops.torch_attn._varlen_attn(
+            q, k[keys], v[keys], *layout.bounds, *ctx.settings, **gqa
+        )
+        ctx.save_for_backward(q, k, v, out, log_sums, random_state)
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, log_sums, random_state = ctx.saved_tensors
+        keys = ctx.layout.tree.keys
+        is_causal, scale, window = ctx.settings
+        grad_q, *key_grads = torch.ops.torch_attn._varlen_attn_backward(
+            grad.contiguous(),
+            q,
+            k[keys],
+            v[keys],
+            out,
+            log_sums,
+            *ctx.layout.bounds,
+            is_causal,
+            random_state,
+            scale,
+            window,
+        )
+        # The gradient of a shared token is the sum over its branches, in float32. On CUDA
+        # index_put_ sorts the indices first, so that the order of the sum is always the same, as
+        # it is not with index_add_.
+        sums = [
+            torch.zeros_like(k, dtype=torch.float32).index_put_(
+                (keys,), branch_grads.float(), accumulate=True
+            )
+            for branch_grads in key_grads
+        ]
+        return grad_q, *(total.to(k.dtype) for total in sums), None, None, None
+
+
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
     """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
     lengths."""
-    scale, window, softcap = options
     run_tokens = [number * length for number, length in layout.runs]
-    has_fewer_kv_heads = q.shape[1] != k.shape[1]
-    outputs = []
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
     # for each sequence.
-    for (number, length), *run_tensors in zip(
-        layout.runs, *(tensor.split(run_tokens) for tensor in (q, k, v)), strict=True
+    keys, values = (
+        x.split(run_tokens) if layout.tree is None else _branches(x, layout.tree, layout.runs)
+        for x in (k, v)
+    )
+    outputs = []
+    for (number, _), *run_tensors in zip(
+        layout.runs, q.split(run_tokens), keys, values, strict=True
     ):
         # [number, heads, length, head_dim]
         query, key, value = (
-            tensor.unflatten(0, (number, length)).transpose(1, 2) for tensor in run_tensors
+            tensor.unflatten(0, (number, -1)).transpose(1, 2) for tensor in run_tensors
         )
-        if softcap is not None:
-            out = capped_attention(
-                query, key, value, scale or q.shape[-1] ** -0.5, window, softcap=softcap
-            )
-        else:
-            mask = None
-            if window is not None and length > window:
-                positions = torch.arange(length, device=q.device)
-                distance = positions[:, None] - positions
-                mask = (distance >= 0) & (distance < window)
-            out = scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                mask,
-                # SDPA takes either a mask or is_causal. The mask is causal by itself.
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=has_fewer_kv_heads,
-            )
+        out = _sdpa_run(query, key, value, options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
+
+
+def _branches(x: Tensor, tree: PrefixTree, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
+    """Yields the keys or values of each run of nodes: those on the way from the root to the end of
+    each node, [number * K, kv heads, head_dim].
+
+    The backward pass adds up the gradient of a shared piece over its branches, in their order."""
+    pieces = x.split(tree.lengths)
+    ways = iter([(*path, node) for node, path in enumerate(tree.paths)])
+    for number, _ in runs:
+        yield torch.cat([pieces[node] for way in islice(ways, number) for node in way])
+
+
+def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions) -> Tensor:
+    """Returns the attention [n, heads, Q, head_dim] of n batches of Q queries, the last ones of K
+    tokens; `key` and `value` are [n, kv heads, K, head_dim]."""
+    scale, window, softcap = options
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if softcap is not None:
+        scale = scale or query.shape[-1] ** -0.5
+        return capped_attention(query, key, value, scale, window, softcap=softcap)
+    mask = None
+    offset = num_keys - num_queries
+    is_windowed = window is not None and num_keys > window
+    # is_causal is aligned at the top left corner, which is right only for whole sequences. As it
+    # skips the logits above the diagonal, queries for a short prefix are cheaper than a mask.
+    num_fillers = offset if offset < num_queries and not is_windowed else 0
+    if num_fillers:
+        query = pad(query, (0, 0, num_fillers, 0))
+    elif offset or is_windowed:
+        positions = torch.arange(num_keys, device=query.device)
+        distance = positions[offset:, None] - positions
+        mask = (distance >= 0) & (distance < (window or num_keys))
+    out = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        # SDPA takes either a mask or is_causal. The mask is causal by itself.
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[:, :, num_fillers:] if num_fillers else out
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

@@ -29,7 +29,7 @@ from grpo_spmd.config.schema import LoraConfig, ModelConfig
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model import lora
-from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, choose_backend
+from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, choose_backend, row_inputs
 from grpo_spmd.model.config_json import (
     has_experts,
     has_text_part,
@@ -91,6 +91,8 @@ class Policy(nn.Module):
         """Experts of a layer; 0 for a dense model."""
         self.replays_routes = False
         """True if the engine records routes for this policy's rollouts."""
+        self.shares_prefixes = False
+        """True if rows may share prefixes; proofs then try it."""
 
     @property
     def num_parameters(self) -> int:
@@ -110,16 +112,14 @@ class Policy(nn.Module):
 
         Entropies are those of the distributions that the targets were drawn from. After them come
         the results of `terms`; with `only_term` these alone."""
-        layout = PackedLayout(
-            batch.sequence_lengths, batch.sequence_starts, self.attention, batch.routes
-        )
+        row = row_inputs(batch, self.attention, batch.routes)
         states = self.model.get_decoder()(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=row.input_ids,
+            position_ids=row.position_ids,
             use_cache=False,
-            packed_layout=layout,
+            packed_layout=row.layout,
         )
-        hidden = states.last_hidden_state[0][batch.predict_index]
+        hidden = states.last_hidden_state[0][row.predict_index]
         head = self.model.get_output_embeddings().weight
         if only_term:
             return tuple(term(hidden, head) for term in terms)

@@ -28,7 +28,13 @@ from transformers.modeling_layers import GenericForSequenceClassification
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import VALUE_HEADS, ModelConfig
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, PackedLayout, sequence_starts
+from grpo_spmd.model.attention import (
+    PACKED_ATTENTION,
+    Backend,
+    PackedLayout,
+    row_inputs,
+    sequence_starts,
+)
 from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
 from grpo_spmd.model.families.logits import fix_rotary_factors
 from grpo_spmd.model.families.refusals import (
@@ -61,14 +67,14 @@ class ValueModel(nn.Module):
 
     def forward(self, batch: MicroBatch) -> Tensor:
         """Collective. Returns the values just before each of `batch.target_ids`, float32 [C]."""
-        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, self.attention)
+        row = row_inputs(batch, self.attention)
         states = self.backbone(
-            input_ids=batch.input_ids[None],
-            position_ids=batch.position_ids[None],
+            input_ids=row.input_ids,
+            position_ids=row.position_ids,
             use_cache=False,
-            packed_layout=layout,
+            packed_layout=row.layout,
         )
-        return _head_values(self.head, states.last_hidden_state[0][batch.predict_index])
+        return _head_values(self.head, states.last_hidden_state[0][row.predict_index])
 
     def plain_values(self, token_ids: Tensor) -> Tensor:
         """Collective. Returns the values [S, L] at all tokens of `token_ids` [S, L], by HF's plain

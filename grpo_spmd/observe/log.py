@@ -308,8 +308,9 @@ class MetricsLog:
         }
         if self.session.device.type == "cuda":
             # A lower bound: forward and backward of a dense model take 6 FLOPs per parameter and
-            # token, without attention. None for a device whose peak is not known.
-            num_tokens = decision.num_tokens * self.training.num_epochs
+            # token that is read, without attention. None for a device whose peak is not known.
+            shared = self._rank0_metrics.get("batching/forwarded_tokens_frac") or 1.0
+            num_tokens = decision.num_tokens * self.training.num_epochs * shared
             update_s = max(maxima["time/update_s"] or 0.0, 1e-9)
             flops = 6.0 * self.launch.num_parameters * num_tokens / update_s / world_size
             peak = peak_tflops(torch.cuda.get_device_name())

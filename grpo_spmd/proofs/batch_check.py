@@ -462,6 +462,10 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
     is_aligned = (
         torch.equal(positions, row.position_ids.cpu()) and starts == row.sequence_starts.tolist()
     )
+    if row.tree is not None:
+        # In the tree, too, each token is itself and at its own position.
+        read = row.tree.tokens[row.tree.index]
+        is_aligned &= all(torch.equal(x, x[read]) for x in (row.input_ids, row.position_ids))
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()

@@ -411,11 +411,12 @@ class GradientCheck:
         result = CheckResult()
         policy = self._policy
         values = self._values
-        rollouts = short_rollouts(groups)
+        shares_prefixes = policy.shares_prefixes
+        rollouts = short_rollouts(groups, has_siblings=shares_prefixes)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
-        batches = [pack_rollouts(row, device) for row in rows]
+        batches = [pack_rollouts(row, device, shares_prefixes=shares_prefixes) for row in rows]
         if policy.replays_routes and self._loss.router_aux_coef:
             attach_loads(policy, [batches], self._loss.router_aux_coef)
         num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(batches)))
@@ -520,7 +521,8 @@ class GradientCheck:
 
         `reference` is the function that the trainer calls. `model` is the model whose weights it
         uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
-        rollouts = short_rollouts(groups)
+        shares_prefixes = self._policy.shares_prefixes
+        rollouts = short_rollouts(groups, has_siblings=shares_prefixes)
 
         def plain_pass() -> Tensor:
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
@@ -534,7 +536,8 @@ class GradientCheck:
                 return mean_difference(plain_pass(), plain)
 
         with torch.no_grad():
-            logprobs, _ = reference(pack_rollouts(rollouts, device))
+            row = pack_rollouts(rollouts, device, shares_prefixes=shares_prefixes)
+            logprobs, _ = reference(row)
             plain = plain_pass()
             difference = mean_difference(logprobs, plain) if rollouts else 0.0
             bound = bound_by_noise(self.score_bound, difference, measure_noise)
@@ -912,16 +915,17 @@ def _plain_scores(
     return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
 
 
-def short_rollouts(groups: Sequence[RolloutGroup]) -> list[Rollout]:
+def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False) -> list[Rollout]:
     """Returns up to 6 of this rank's rollouts, shortened, with synthetic advantages that are
     positive and negative in turn.
 
-    Every third rollout has one masked token, so that a fault of the loss mask would show."""
+    Every third rollout has one masked token, so that a fault of the loss mask would show. With
+    `has_siblings` they are three completions of each of two prompts, which share prefixes."""
+    num_groups, num_completions = (2, 3) if has_siblings else (_NUM_SEQUENCES, None)
     pairs = [
         (completion_contexts(group.prompt.token_ids, completion), completion.episode)
-        for group in groups[:_NUM_SEQUENCES]
-        for completion in group.completions
-        if completion.token_ids
+        for group in groups[:num_groups]
+        for completion in [c for c in group.completions if c.token_ids][:num_completions]
     ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
     rollouts = []

@@ -339,7 +339,8 @@ def select_teacher_row(
     # pack_rollouts keeps the order of the contexts, so the scores are in the order of `tokens`.
     tokens = np.concatenate([np.zeros(0, np.int64), *(context.tokens for context in contexts)])
     device = row.input_ids.device
-    return pack_rollouts(rollouts, device), copy_to_device(torch.from_numpy(tokens), device)
+    teacher_row = pack_rollouts(rollouts, device, shares_prefixes=row.tree is not None)
+    return teacher_row, copy_to_device(torch.from_numpy(tokens), device)
 
 
 def _gather_head(policy: Policy) -> Tensor:

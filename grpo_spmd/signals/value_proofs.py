@@ -266,7 +266,7 @@ class CriticUpdateCheck(UpdateObserver):
         if self._expects_step:
             result.errors.append("the critic has made no update since the last check")
         if self._has_layers:
-            self._check_gradient(result, groups, batch.micro_batches[0].input_ids.device)
+            self._check_gradient(result, groups, batch.micro_batches)
         self._adamw.open()
         result.errors.extend(self._adamw.result.errors)
         self._window = _WINDOW
@@ -292,16 +292,25 @@ class CriticUpdateCheck(UpdateObserver):
             self._window -= 1
 
     def _check_gradient(
-        self, result: CheckResult, groups: Sequence[RolloutGroup], device: torch.device
+        self,
+        result: CheckResult,
+        groups: Sequence[RolloutGroup],
+        step_rows: Sequence[MicroBatch],
     ) -> None:
         """Collective. Compares the trainer's loss and gradient on synthetic rows with those of
-        plain forward and backward passes. Leaves no gradient behind."""
+        plain forward and backward passes. Leaves no gradient behind. The synthetic rows share
+        prefixes if those of the step do."""
+        device = step_rows[0].input_ids.device
+        is_shared = any(row.tree is not None for row in step_rows)
         critic = self._critic
         model = critic.model
         assert isinstance(model, ValueModel)
         check_no_gradient(result, model.named_parameters())
-        rollouts = short_rollouts(groups)
-        rows = [pack_rollouts(half, device) for half in (rollouts[:3], rollouts[3:])]
+        rollouts = short_rollouts(groups, has_siblings=is_shared)
+        rows = [
+            pack_rollouts(half, device, shares_prefixes=is_shared)
+            for half in (rollouts[:3], rollouts[3:])
+        ]
         num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(rows)))
         targets = SyntheticTargets(self._clip, 1.0)
         handle = model.register_forward_hook(

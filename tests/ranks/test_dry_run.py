@@ -213,6 +213,19 @@ def test_every_way_of_attention_runs_and_recomputation_changes_no_bit(results: R
                 )
 
 
+def test_every_way_of_attention_shares_prefixes(results: Results) -> None:
+    for backend, of in found(results, "shared_prefixes").items():
+        assert of["logprobs"] < 0.05, backend  # bfloat16
+        assert of["gradient"] < 0.05, backend
+        for recomputed in RECOMPUTED[backend]:
+            assert of[f"equal, {recomputed}"], (backend, recomputed)
+            if backend != "sdpa":
+                assert of[f"calls, {recomputed}"] == (3 if recomputed is True else 2), (
+                    backend,
+                    recomputed,
+                )
+
+
 def test_the_host_never_waits_for_the_device_within_a_row(results: Results) -> None:
     """A copy that waits drains the device's queue: 10 ms of a micro-batch of an 8B model. Before
     rows brought their `sequence_starts` each pass made one, and packing 8 for each row."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import transformers
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, LossConfig
+from grpo_spmd.records import Completion, RolloutGroup
 from tests.support.dumps import scored
 from tests.support.models import make_model, write_config
 from tests.support.nightly import selected_values
 from tests.support.ranks import run_worker
+from tests.support.workers.shared_update import SHARED_SETTINGS, shared_groups
 from tests.support.workers.update import (
     COMPILED_AT,
     GROUP_SIZE,
@@ -188,6 +191,34 @@ def test_the_update_of_experts_does_not_depend_on_the_split(tmp_path: Path, fami
             compare_updates(updates, results[1][setting, ONE_ROW], setting)
 
 
+@pytest.mark.parametrize(
+    "num_ranks", [2, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 3))]
+)
+def test_the_update_does_not_depend_on_shared_prefixes(
+    folder: Path, config_file: Path, tmp_path: Path, num_ranks: int
+) -> None:
+    """Ragged, with a group of truncated completions, a prompt that two groups have, and forked
+    episodes: beside rows that share nothing and beside plain transformers."""
+    out = tmp_path / "shared.pt"
+    run_worker(num_ranks, "shared_update", str(config_file), str(folder / "reference"), str(out))
+    results = torch.load(out, weights_only=True)
+    for setting in SHARED_SETTINGS:
+        plain_rows = results[setting, False]
+        assert plain_rows["forwarded_frac"] == 1.0
+        shared = results[setting, True]
+        assert shared["shared_rows"] > 0
+        assert shared["forwarded_frac"] < 0.7
+        compare_updates({"shared": shared}, plain_rows, setting)
+        config = with_setting(load_config(config_file), setting)
+        plain = plain_update(config, folder / "reference", shared_groups())
+        assert shared["loss_tokens"] == plain["loss_tokens"]
+        bound = 1e-4 if setting == SEVERAL_STEPS else 1e-5
+        assert shared["loss"] == pytest.approx(plain["loss"], rel=bound)
+        for gradients, expected in zip(shared["gradients"], plain["gradients"], strict=True):
+            for name, gradient in expected.items():
+                assert relative_difference(gradients[name], gradient) < bound, name
+
+
 def test_layers_are_compiled_once_for_all_lengths(by_ranks: dict[int, Results]) -> None:
     """Before and after attention, with and without gradients, whatever the number of layers and of
     lengths."""
@@ -307,12 +338,37 @@ def score_plain(
     of: Any, prompt: list[int], completion: list[int], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprobs of a completion's tokens, and entropies."""
-    ids = torch.tensor([prompt + completion])
-    log_p = (of(ids).logits[0, len(prompt) - 1 : -1].double() / temperature).log_softmax(-1)
-    return log_p.gather(-1, ids[0, len(prompt) :, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+    ids = prompt + completion
+    return score_at(of, ids, list(range(len(prompt), len(ids))), temperature)
 
 
-def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
+def score_at(
+    of: Any, token_ids: list[int], positions: list[int], temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs of the tokens at these positions of one sequence, and entropies."""
+    ids = torch.tensor([token_ids])
+    at = torch.tensor(positions)
+    log_p = (of(ids).logits[0, at - 1].double() / temperature).log_softmax(-1)
+    return log_p.gather(-1, ids[0, at, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def plain_contexts(
+    group: RolloutGroup, completion: Completion
+) -> list[tuple[list[int], list[int]]]:
+    """(token ids, positions of the sampled ones) of each sequence of a completion."""
+    prompt = group.prompt.token_ids
+    if completion.episode is None:
+        ids = prompt + completion.token_ids
+        return [(ids, list(range(len(prompt), len(ids))))]
+    return [
+        (segment.token_ids.tolist(), segment.sampled.nonzero()[0].tolist())
+        for segment in completion.episode.segments
+    ]
+
+
+def plain_update(
+    config: Config, reference_model: Path, groups_of_step: Sequence[RolloutGroup] | None = None
+) -> dict[str, Any]:
     """GRPO and its relatives written out anew: plain transformers, one sequence at a time, each
     loss as its paper has
     it, autograd through all of it, and torch's AdamW; float64 but for the models."""
@@ -328,9 +384,12 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
 
     def scores(
-        of: Any, prompt: list[int], completion: list[int]
+        of: Any, contexts: list[tuple[list[int], list[int]]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return score_plain(of, prompt, completion, config.rollout.temperature)
+        pieces = [
+            score_at(of, ids, positions, config.rollout.temperature) for ids, positions in contexts
+        ]
+        return torch.cat([log_p for log_p, _ in pieces]), torch.cat([h for _, h in pieces])
 
     def kl(log_p: torch.Tensor, log_r: torch.Tensor) -> torch.Tensor:
         less = log_r - log_p
@@ -339,11 +398,12 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
         ]
 
     sequences: list[dict[str, Any]] = []
-    for group in fixed_groups():
+    for group in groups_of_step or fixed_groups():
         for sample, completion in enumerate(group.completions):
+            contexts = plain_contexts(group, completion)
             with torch.no_grad():
-                old, _ = scores(model, group.prompt.token_ids, completion.token_ids)
-                ref, _ = scores(reference, group.prompt.token_ids, completion.token_ids)
+                old, _ = scores(model, contexts)
+                ref, _ = scores(reference, contexts)
             engine = torch.tensor(completion.logprobs, dtype=torch.float64)
             reward = fixed_reward(group.slot, sample)
             if reward is not None and config.advantage.overlong_buffer_tokens:
@@ -356,7 +416,7 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
             sequences.append(
                 {
                     "slot": group.slot,
-                    "prompt": group.prompt.token_ids,
+                    "contexts": contexts,
                     "completion": completion.token_ids,
                     "old": engine if loss_config.old_logprobs == "engine" else old,
                     "factor": correction(loss_config, (old - engine).exp()),
@@ -375,7 +435,7 @@ def plain_update(config: Config, reference_model: Path) -> dict[str, Any]:
             tokens = sum(len(s["completion"]) for s in used)
             total = torch.zeros((), dtype=torch.float64)
             for s in used:
-                log_p, entropy = scores(model, s["prompt"], s["completion"])
+                log_p, entropy = scores(model, s["contexts"])
                 term = policy_terms(loss_config, log_p, s["old"], s["advantage"]) * s["factor"]
                 term = term - loss_config.entropy_coef * entropy
                 if loss_config.kl_in == "loss":

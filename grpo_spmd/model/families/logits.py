@@ -116,16 +116,18 @@ def times_slope(
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float
 ) -> Tensor:
-    """Returns causal attention with capped logits, [n, heads, length, head_dim] as `q`.
+    """Returns causal attention with capped logits, [n, heads, Q, head_dim] as `q`.
 
     The softmax is written out in float32, since no kernel on the CPU has soft caps. `k` and `v` are
-    [n, kv heads, length, head_dim]. Few logits exist at a time, and the backward pass computes them
-    again."""
-    number, heads, length, _ = q.shape
+    [n, kv heads, length, head_dim], and the queries are those of the last Q tokens. Few logits
+    exist at a time, and the backward pass computes them again."""
+    number, heads, num_queries, _ = q.shape
+    length = k.shape[2]
+    start = length - num_queries
     rows = max(1, _MAX_SCORES // (number * heads * length))
     attend = partial(checkpoint, _attend, use_reentrant=False, preserve_rng_state=False)
     blocks = [
-        attend(block, k, v, i * rows, scale, window, softcap)
+        attend(block, k, v, start + i * rows, scale, window, softcap)
         for i, block in enumerate(q.split(rows, dim=2))
     ]
     return torch.cat(blocks, dim=2)

@@ -106,10 +106,10 @@ class Trials:
             )
 
     def updated(
-        self, config: Config, session: Session, steps: int = 1
+        self, config: Config, session: Session, steps: int = 1, **rows: Any
     ) -> tuple[Policy, PolicyUpdater, dict[str, Tensor]]:
         """A policy after some updates on one micro-batch, and its logprobs, gradients and
-        parameters, by name."""
+        parameters, by name. `rows` are options of `micro_batch`."""
         # Experts that are recomputed replay routes too, and learn from a load-balance loss.
         is_routed = "experts" in config.model.path and config.model.recompute is True
         policy = build_policy(
@@ -117,7 +117,7 @@ class Trials:
         )
         updater, batch, result = (
             updater_of(policy, config),
-            micro_batch(session.device, is_routed=is_routed),
+            micro_batch(session.device, is_routed=is_routed, **rows),
             dict[str, Tensor](),
         )
         if is_routed:
@@ -206,6 +206,33 @@ class Trials:
                     policy, _, values = self.updated(changed, self.session())
                     assert policy.attention == backend, policy.attention
                     of[f"calls, {recomputed}"] = self.cuda.operators[start:].count(operator)
+                    plain = plain or values
+                    of[f"equal, {recomputed}"] = all(
+                        torch.equal(value, plain[n]) for n, value in values.items()
+                    )
+                of |= _distances(on_cpu, plain)
+        return result
+
+    def shared_prefixes(self) -> Any:
+        """Each way of attention in bfloat16 over rows that share prefixes: distances from rows of a
+        CPU that share nothing, and whether recomputation changes a bit."""
+        result: dict[str, Any] = {}
+        config = with_model(self.config, dtype="bfloat16")
+        session = self.session(device=CPU)
+        on_cpu = self.updated(config, session, prefix_tokens=20)[2]
+        rows = {"prefix_tokens": 20, "shares_prefixes": True}
+        for backend in ATTENTION:
+            with self.attention(backend) as config:
+                result[backend] = of = dict[str, Any]()
+                plain = dict[str, Tensor]()
+                for recomputed in RECOMPUTED[backend]:
+                    changed = with_model(config, activation_checkpointing=recomputed)
+                    start = len(self.cuda.operators)
+                    values = self.updated(changed, self.session(), **rows)[2]
+                    # flash-attn's function keeps the gathered keys: torch's kernel stands in.
+                    of[f"calls, {recomputed}"] = self.cuda.operators[start:].count(
+                        ATTENTION["varlen"]
+                    )
                     plain = plain or values
                     of[f"equal, {recomputed}"] = all(
                         torch.equal(value, plain[n]) for n, value in values.items()
@@ -504,6 +531,7 @@ CASES: dict[str, Callable[[Trials], Any]] = {
         "figures",
         "many_ranks",
         "values",
+        "shared_prefixes",
         "back_ends",
         "offload",
         "checkpoint",

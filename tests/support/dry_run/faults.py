@@ -19,7 +19,6 @@ from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.engine import gather, weight_proof
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.model import attention
-from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload, HostStorages, ParkedModel, host_buffer
 from grpo_spmd.model.policy import Policy, build_policy
@@ -71,7 +70,7 @@ def wide_bounds_into_varlen(trials: Trials) -> None:
             starts = self.bounds[0].long()
             self.bounds = (starts, starts, *self.bounds[2:])
 
-    with patch.object(model_policy, "PackedLayout", Wide):
+    with patch.object(attention, "PackedLayout", Wide):
         _scores(trials)
 
 

@@ -36,14 +36,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def micro_batch(
-    device: torch.device, max_length: int = 99, *, is_routed: bool = False
+    device: torch.device,
+    max_length: int = 99,
+    *,
+    is_routed: bool = False,
+    prefix_tokens: int = 0,
+    shares_prefixes: bool = False,
 ) -> MicroBatch:
-    """`is_routed`: with routes of two layers with six experts, two of them for a token."""
+    """`is_routed`: with routes of two layers with six experts, two of them for a token.
+    `prefix_tokens`: all prompts begin with so many equal tokens."""
+    prefix = [(5 * position) % 90 + 1 for position in range(prefix_tokens)]
     rollouts = []
-    for number, (prompt, completion) in enumerate(LENGTHS):
-        ids = [
+    for number, (own, completion) in enumerate(LENGTHS):
+        prompt = prefix_tokens + own
+        ids = prefix + [
             (7 * number + position) % 90 + 1
-            for position in range(prompt + min(completion, max_length))
+            for position in range(own + min(completion, max_length))
         ]
         advantage, logprobs = (
             (-1.0) ** number,
@@ -61,7 +69,7 @@ def micro_batch(
         rollouts.append(
             Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs, segments)
         )
-    return pack_rollouts(rollouts, device)
+    return pack_rollouts(rollouts, device, shares_prefixes=shares_prefixes)
 
 
 def with_model(config: Config, **changes: Any) -> Config:

@@ -14,32 +14,43 @@ from torch.nn.attention import varlen  # noqa: F401 - it registers its operators
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    scale: float | None,
+    window: int,
 ) -> Tensor:
-    """Causal attention [T, heads, size] within sequences from one of `starts` to the next, over
-    `window` keys before
-    each query; -1: over all. In float32, rounded at the end."""
+    """Causal attention [T, heads, size] within sequences from one of `starts` to the next, of
+    queries and of keys, over `window` keys before each query; -1: over all. The last query sees the
+    last key. In float32, rounded at the end."""
     pieces = [
         (shares @ value).transpose(0, 1)
-        for _, _, value, shares, _ in _sequences(q, k, v, starts, scale, window)
+        for _, _, value, shares, _, _ in _sequences(q, k, v, starts, scale, window)
     ]
     return torch.cat(pieces).to(q.dtype)
 
 
 def attention_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    scale: float | None,
+    window: int,
 ) -> tuple[Tensor, ...]:
     """Of q, k and v. Written out: an operator's kernel runs below autograd."""
     q_values, k_values, v_values = (torch.zeros(x.shape) for x in (q, k, v))
-    for query, key, value, shares, (start, end) in _sequences(q, k, v, starts, scale, window):
-        out = grad[start:end].transpose(0, 1).float()
+    for query, key, value, shares, queries, keys in _sequences(q, k, v, starts, scale, window):
+        out = grad[queries].transpose(0, 1).float()
         shares_values = out @ value.transpose(1, 2)
         logits_values = (
             shares
             * (shares_values - (shares_values * shares).sum(-1, keepdim=True))
             * _scale(q, scale)
         )
-        q_values[start:end] = (logits_values @ key).transpose(0, 1)
+        q_values[queries] = (logits_values @ key).transpose(0, 1)
         for total, heads_values in (
             (k_values, logits_values.transpose(1, 2) @ query),
             (v_values, shares.transpose(1, 2) @ out),
@@ -47,24 +58,31 @@ def attention_gradients(
             groups = heads_values.unflatten(0, (k.shape[1], -1)).sum(
                 1
             )  # query heads share one of keys and values
-            total[start:end] = groups.transpose(0, 1)
+            total[keys] = groups.transpose(0, 1)
     return q_values.to(q.dtype), k_values.to(k.dtype), v_values.to(v.dtype)
 
 
 def _sequences(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float | None, window: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, tuple[int, int]]]:
-    """Of each sequence query, key, value [heads, length, size], attention's shares [heads, length,
-    length], place."""
-    bounds = starts.tolist()
-    for start, end in pairwise(bounds):
-        query, key, value = (x[start:end].transpose(0, 1).float() for x in (q, k, v))
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    starts: tuple[Tensor, Tensor],
+    scale: float | None,
+    window: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, slice, slice]]:
+    """Of each sequence query, key, value [heads, length, size], attention's shares [heads, queries,
+    keys], places of queries and of keys."""
+    spans = [[slice(*bounds) for bounds in pairwise(side.tolist())] for side in starts]
+    for queries, keys in zip(*spans, strict=True):
+        query, key, value = (
+            x[span].transpose(0, 1).float() for x, span in ((q, queries), (k, keys), (v, keys))
+        )
         key, value = (x.repeat_interleave(len(query) // len(x), 0) for x in (key, value))
-        position = torch.arange(end - start)
-        distance = position[:, None] - position
+        position = torch.arange(key.shape[1])
+        distance = position[-query.shape[1] :, None] - position
         hidden = distance < 0 if window < 0 else (distance < 0) | (distance > window)
         logits = (query @ key.transpose(1, 2) * _scale(q, scale)).masked_fill(hidden, -torch.inf)
-        yield query, key, value, logits.softmax(-1), (start, end)
+        yield query, key, value, logits.softmax(-1), queries, keys
 
 
 def _scale(q: Tensor, scale: float | None) -> float:
@@ -72,19 +90,20 @@ def _scale(q: Tensor, scale: float | None) -> float:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, starts: Tensor, *more: Any
+    q: Tensor, k: Tensor, v: Tensor, *starts_and_more: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _, _, _, _, scale, window, *_ = more  # starts of keys, longest of both, is_causal
+    starts = starts_and_more[:2]
+    _, _, _, scale, window, *_ = starts_and_more[2:]  # longest of both, is_causal
     return attention(q, k, v, starts, scale, window[0]), torch.zeros(q.shape[1], len(q)), _state()
 
 
 def _varlen_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *more: Any
 ) -> tuple[Tensor, ...]:
-    _, _, starts, _, _, _, _, _, scale, window = (
-        more  # out, its statistics; starts of keys, longest, is_causal, state
+    _, _, starts_q, starts_k, _, _, _, _, scale, window = (
+        more  # out, its statistics; starts, longest, is_causal, state
     )
-    return attention_gradients(grad, q, k, v, starts, scale, window[0])
+    return attention_gradients(grad, q, k, v, (starts_q, starts_k), scale, window[0])
 
 
 def _state() -> Tensor:
@@ -137,13 +156,15 @@ def install_flash_attn() -> None:
         q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,  # noqa: E501
         scale: float, window: int,
     ) -> Tensor:  # fmt: skip
-        return attention(q, k, v, starts_q, scale, window)
+        return attention(q, k, v, (starts_q, starts_k), scale, window)
 
     @torch.library.custom_op("flash_attn::_flash_attn_varlen_backward", mutates_args=())
     def backward(
         grad: Tensor, q: Tensor, k: Tensor, v: Tensor, starts: Tensor, scale: float, window: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q_values, k_values, v_values = attention_gradients(grad, q, k, v, starts, scale, window)
+        q_values, k_values, v_values = attention_gradients(
+            grad, q, k, v, (starts, starts), scale, window
+        )
         return q_values, k_values, v_values
 
     forward.register_fake(lambda q, *_: torch.empty_like(q))

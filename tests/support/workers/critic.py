@@ -33,7 +33,7 @@ from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, policy_mesh, start_session
-from grpo_spmd.learn import advantages, assemble, sampled_step
+from grpo_spmd.learn import advantages, assemble, balance
 from grpo_spmd.learn.advantages import gae_advantages
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
@@ -102,7 +102,7 @@ class Trials:
         sampled.add(
             groups if turns_values is None else [as_episodes(group) for group in groups], scored
         )
-        with patch.object(sampled_step, "plan_batch", plan_batch if packed else plan_unpacked):
+        with patch.object(balance, "plan_batch", plan_batch if packed else plan_unpacked):
             batch, decision = assemble.assemble_batch(sampled, self.session)
         attach_logprobs(
             self.policy, self.reference, batch, config.loss, config.training.num_optimizer_steps

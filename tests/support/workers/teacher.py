@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-import grpo_spmd.learn.sampled_step
+import grpo_spmd.learn.balance
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import LoraConfig, LossConfig, TeacherConfig
 from grpo_spmd.distributed.collectives import any_rank
@@ -139,7 +139,7 @@ class Trials:
             sampled_step_of(config, self.session),
         )
         sampled.add(groups, score(groups))
-        grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
+        grpo_spmd.learn.balance.plan_batch = plan_batch if packed else plan_unpacked
         batch, decision = assemble_batch(sampled, self.session)
         attach_logprobs(policy, None, batch, config.loss, config.training.num_optimizer_steps)
         teacher.attach(batch, decision, self.look)

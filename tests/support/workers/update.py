@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch._dynamo.utils
 
-import grpo_spmd.learn.sampled_step
+import grpo_spmd.learn.balance
 from benchmarks.speed.balance import plan_of
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
@@ -254,7 +254,7 @@ def one_update(
 
     sampled = sampled_step_of(config, session)
     sampled.add(groups, score(groups))
-    grpo_spmd.learn.sampled_step.plan_batch = plan_batch if packed else plan_unpacked
+    grpo_spmd.learn.balance.plan_batch = plan_batch if packed else plan_unpacked
     batch, decision = assemble_batch(sampled, session)
     retained = KeptScores()
     attach_logprobs(
@@ -300,6 +300,10 @@ def one_update(
             [*map(bytes.decode, retained.lines())],
         ),
         "rows": len(batch.mini_batches[0]),
+        "shared_rows": sum(row.tree is not None for row in batch.micro_batches),
+        "forwarded_frac": on_rank0(
+            lambda values: values[0], decision.metrics.get("batching/forwarded_tokens_frac")
+        ),
         "router_aux": sums["router_aux"].value if "router_aux" in sums else 0.0,
         "gradients": gradients,
         "parameters": {
