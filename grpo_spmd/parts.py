@@ -235,7 +235,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
     )
     held_out = build_held_out(config, inputs, tokenizer)
-    session = start_session(config.model.num_replicas, config.watchdog)
+    session = start_session(
+        config.model.num_replicas, config.watchdog, config.model.sequence_parallel_size
+    )
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
     if session.is_rank0:
@@ -499,7 +501,9 @@ def evaluate_alone(
     Path(config.run_dir, "logs").mkdir()
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     held_out = build_held_out(config, inputs, tokenizer)
-    session = start_session(config.model.num_replicas, config.watchdog)
+    session = start_session(
+        config.model.num_replicas, config.watchdog, config.model.sequence_parallel_size
+    )
     log_to_terminal(session.rank)
     preemption = Preemption(config.training.max_time_s)
     config = decide_memory(config, trainer.get("config", {}), session)
@@ -541,6 +545,7 @@ def make_step_rules(
         config.training,
         max_error_frac=config.reward_pool.max_error_frac,
         num_ranks=num_ranks,
+        sequence_ranks=config.model.sequence_parallel_size,
         attention_cost_ratio=cost_ratio,
         discount=config.environment.discount if has_rewards else None,
         zero_advantages=not has_rewards,

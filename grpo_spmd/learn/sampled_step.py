@@ -62,6 +62,8 @@ class StepRules:
     max_error_frac: float
     """The run stops if this share of the completions has no usable reward."""
     num_ranks: int
+    sequence_ranks: int = 1
+    """Consecutive ranks that share each row."""
     attention_cost_ratio: float = 0.0
     """The cost of attention relative to that of the other layers; see
     balance.attention_cost_ratio."""
@@ -252,7 +254,8 @@ class _Rank0Step:
         costs = num_tokens + rules.attention_cost_ratio * num_tokens * num_tokens
         plan = plan_batch(
             num_tokens,
-            num_ranks=rules.num_ranks,
+            # Ranks that share their rows train as one.
+            num_ranks=rules.num_ranks // rules.sequence_ranks,
             mini_batch_sizes=sizes,
             max_tokens=rules.training.micro_batch_tokens,
             costs=costs,

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -40,12 +41,15 @@ class PackedLayout:
         starts: Tensor,
         backend: Backend,
         routes: RowRoutes | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> None:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
-        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py):
-        transformers hands the layout to every layer."""
+        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py),
+        `sequence_group` are the ranks that share the row (sequence_parallel.py): transformers hands
+        the layout to every layer."""
         self.backend = backend
         self.routes = routes
+        self.sequence_group = sequence_group
         self.starts = starts
         # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
         # length, so that all sequences of one length are neighbours.

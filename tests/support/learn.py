@@ -28,7 +28,8 @@ def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
 def sampled_step_of(config: Config, session: Session) -> SampledStep:
     max_error_frac = config.reward_pool.max_error_frac
     sections = config.rollout, config.advantage, config.loss, config.training
-    return SampledStep(StepRules(*sections, max_error_frac, session.world_size))
+    ranks = session.world_size, session.sequence_ranks
+    return SampledStep(StepRules(*sections, max_error_frac, *ranks))
 
 
 def merged_on_all(local: Reductions) -> Reductions:
