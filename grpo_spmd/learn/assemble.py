@@ -59,7 +59,10 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
     }
     mini_batches = [
-        [pack_rollouts([rollouts_by_id[i] for i in row], session.device, num_sharing) for row in rows]
+        [
+            pack_rollouts([rollouts_by_id[i] for i in row], session.device, num_sharing)
+            for row in rows
+        ]
         for rows in decision.rows
     ]
     rows = list(chain.from_iterable(decision.rows))

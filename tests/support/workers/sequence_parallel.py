@@ -1,7 +1,7 @@
 """Worker: updates of the rollouts of `fixed_groups` by ranks that share their rows, from scoring's
 result to new parameters.
 
-    python -m tests.support.workers.sequence_parallel CONFIG REFERENCE_MODEL OUT.pt SIZES SETTING ...
+    python -m tests.support.workers.sequence_parallel CONFIG REFERENCE OUT.pt SIZES SETTING ...
 SIZES: numbers of ranks that share a row, with commas. Rank 0 saves {(size, setting, way): result}
 as workers/update.py does; the ways are rows ("one row", "a few rows") and, of the first setting,
 changes of the model's config.
@@ -43,9 +43,7 @@ def main() -> None:
     session = start_session()
     results = {}
     for size in sizes:
-        sharing = dataclasses.replace(
-            session, sequence_group=sequence_group(session.device, size)
-        )
+        sharing = dataclasses.replace(session, sequence_group=sequence_group(session.device, size))
         assert sharing.sequence_ranks == size
         for setting in settings:
             for way, tokens in ROWS.items():

@@ -342,7 +342,9 @@ def faults(trials: Trials) -> int:
     )
     sees("the term 'loss' of the loss", within=unweighted)
     neighbours = patch.object(
-        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+        model_policy,
+        "PackedLayout",
+        lambda lengths, *rest, **group: PackedLayout([sum(lengths)], *rest, **group),
     )
     sees("the logprob of a token", within=neighbours)
     averaged = trials.build(config)
@@ -544,7 +546,9 @@ def faults_of_episodes(trials: Trials) -> int:
 
     sees(alternative, within=patch.object(assemble, "decode_rollouts", swapped))
     neighbours = patch.object(
-        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+        model_policy,
+        "PackedLayout",
+        lambda lengths, *rest, **group: PackedLayout([sum(lengths)], *rest, **group),
     )
     sees("the logprob of a token", within=neighbours)
 
