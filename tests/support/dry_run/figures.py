@@ -32,11 +32,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "selective",
     },
     "replicas": {"num_replicas": 2},
+    "shared rows": {"sequence_parallel_size": 2},
 }
 
 
 def micro_batch(
-    device: torch.device, max_length: int = 99, *, is_routed: bool = False
+    device: torch.device, max_length: int = 99, *, is_routed: bool = False, num_slices: int = 1
 ) -> MicroBatch:
     """`is_routed`: with routes of two layers with six experts, two of them for a token."""
     rollouts = []
@@ -61,7 +62,7 @@ def micro_batch(
         rollouts.append(
             Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs, segments)
         )
-    return pack_rollouts(rollouts, device)
+    return pack_rollouts(rollouts, device, num_slices)
 
 
 def with_model(config: Config, **changes: Any) -> Config:
@@ -79,7 +80,8 @@ def update_figures(config: Config, session: Session, meter: Meter) -> dict[str, 
     gc.collect()
     with meter.measure() as result["build"]:
         policy = build_policy(config.model, config.rollout.temperature, session)
-    batch, updater = micro_batch(session.device), updater_of(policy, config)
+    batch = micro_batch(session.device, num_slices=session.sequence_ranks)
+    updater = updater_of(policy, config)
     for tensor in vars(batch).values():
         if isinstance(tensor, Tensor):
             tensor.view(tensor.shape)  # known to the meter from here on, wherever it was made
