@@ -37,6 +37,8 @@ _CRITIC = (
     "advantage.normalize_std=batch",
 )
 
+_SHARING = ("model.sequence_parallel_size=2",)
+
 _SYNC = "tests/ranks/test_weight_sync.py"
 _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_update"
 _TIED, _UNTIED, _SHARDED = (
@@ -44,6 +46,10 @@ _TIED, _UNTIED, _SHARDED = (
 )
 _EXPERTS_TEST = "tests/ranks/test_experts.py"
 _EXPERTS_SYNC = f"{_EXPERTS_TEST}::test_engine_equals_transformers_after_each_update[glm4_moe-1-1]"
+_SHARED = (
+    "tests/ranks/test_sequence_parallel.py"
+    "::test_the_update_of_two_ranks_that_share_rows_is_that_of_plain_transformers"
+)
 _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (
@@ -273,8 +279,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/policy.py",
-        "            batch.sequence_lengths, batch.sequence_starts, self.attention, batch.routes\n",
-        "            [sum(batch.sequence_lengths)], batch.sequence_starts, self.attention, None\n",
+        "            batch.sequence_lengths,\n            batch.sequence_starts,\n",
+        "            [sum(batch.sequence_lengths)],\n            batch.sequence_starts,\n",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -309,9 +315,33 @@ FAULTS = (
     Fault(
         "rank 1 leaves out a rollout of each row",
         "learn/assemble.py",
-        "pack_rollouts([rollouts_by_id[i] for i in row], session.device)",
-        "pack_rollouts([rollouts_by_id[i] for i in row][session.rank :], session.device)",
+        "[rollouts_by_id[i] for i in row], session.device, num_sharing",
+        "[rollouts_by_id[i] for i in row][session.rank :], session.device, num_sharing",
         (_PARTITION,),
+    ),
+    Fault(
+        "shared rows: the slices are shifted by one token",
+        "model/sequence_parallel.py",
+        "    start = rank * num_tokens\n",
+        "    start = max(rank * num_tokens - 1, 0)\n",
+        (_SHARED,),
+        overrides=_SHARING,
+    ),
+    Fault(
+        "shared rows: KV heads in the wrong order",
+        "model/sequence_parallel.py",
+        "for tensor in (query, key, value)]\n",
+        "for tensor in (query, key.flip(1), value.flip(1))]\n",
+        (_SHARED,),
+        overrides=_SHARING,
+    ),
+    Fault(
+        "shared rows: each rank's gradient is that of all of them",
+        "model/sequence_parallel.py",
+        "None if grad is None else grad[ctx.predictions]",
+        "None if grad is None else grad[ctx.predictions] * dist.get_world_size()",
+        (_SHARED,),
+        overrides=_SHARING,
     ),
     Fault(
         "advantage sign",
