@@ -62,8 +62,6 @@ class StepRules:
     max_error_frac: float
     """The run stops if this share of the completions has no usable reward."""
     num_ranks: int
-    sequence_ranks: int = 1
-    """Consecutive ranks that share each row."""
     attention_cost_ratio: float = 0.0
     """The cost of attention relative to that of the other layers; see
     balance.attention_cost_ratio."""
@@ -74,6 +72,8 @@ class StepRules:
     completion counts in the loss whether its reward is known or not."""
     watched_rewards: Collection[str] = ()
     """Names of the rewards whose failures do not stop the run; see protocol.watched_rewards."""
+    sequence_ranks: int = 1
+    """Consecutive ranks that share each row."""
 
 
 class SampledStep:

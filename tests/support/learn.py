@@ -28,8 +28,10 @@ def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
 def sampled_step_of(config: Config, session: Session) -> SampledStep:
     max_error_frac = config.reward_pool.max_error_frac
     sections = config.rollout, config.advantage, config.loss, config.training
-    ranks = session.world_size, session.sequence_ranks
-    return SampledStep(StepRules(*sections, max_error_frac, *ranks))
+    rules = StepRules(
+        *sections, max_error_frac, session.world_size, sequence_ranks=session.sequence_ranks
+    )
+    return SampledStep(rules)
 
 
 def merged_on_all(local: Reductions) -> Reductions:
