@@ -45,32 +45,32 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 # so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
-    "config": 13_150,
+    "config": 13_200,
     "files": 1_800,
-    "records": 1_810,
+    "records": 1_820,
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 26_900,
-    "learn": 17_100,
-    "proofs": 18_500,
+    "model": 27_830,
+    "learn": 17_330,
+    "proofs": 18_800,
     "observe": 21_250,
     "engine": 18_700,
     "episodes": 25_000,
     "rollout": 10_000,
     "checkpoint": 10_150,
     "diagnosis": 11_250,
-    "checks": 18_400,
+    "checks": 18_550,
     "signals": 14_850,
     "parts": 3_900,
     "loop": 800,
     "train": 600,
     "demo": 5_600,
-    "tools": 58_950,
+    "tools": 59_060,
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 231
+MOST_FILES = 232
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25
