@@ -4,7 +4,7 @@ update the same, what does a rank hold, and what does it send?
     benchmarks/run.sh sequence_parallel [--json FILE]        about 4 minutes on 2 cores
 
 A row for 1, 2 and 4 ranks that share each row, of 4 real CPU ranks in float32. "loss", "gradient"
-and "update" are the largest relative differences from plain transformers over 11 settings of the
+and "update" are the largest relative differences from plain transformers over five settings of the
 loss and, of the first, recomputation, compilation and two replicas; the rows are ragged, and a
 group in them was cut off as a whole. "from 1 rank" are those from ranks that share nothing.
 "activations" is what a forward and backward pass over 2,048 tokens of five layers takes at its
@@ -25,6 +25,13 @@ from unittest.mock import patch
 from benchmarks.support.report import Row, arguments_parser, report
 
 SIZES = (1, 2, 4)
+SETTINGS = (
+    "as configured",
+    "gspo, sequence",
+    "kl in reward",
+    "mask_truncated",
+    "two epochs, two mini-batches",
+)
 
 
 def main() -> None:
@@ -51,7 +58,7 @@ def agreement(folder: Path) -> list[Row]:
     from tests.ranks.test_partition import SECTIONS, SEVERAL_STEPS, plain_update
     from tests.support.models import make_model, write_config
     from tests.support.ranks import run_worker
-    from tests.support.workers.update import SETTINGS, with_setting
+    from tests.support.workers.update import with_setting
 
     for name, seed in (("model", 0), ("reference", 1)):
         make_model(folder / name, "qwen3", tied=True, seed=seed)
