@@ -661,10 +661,11 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
         )
     per_step = prompts * rollout.group_size // training.num_mini_batches
     num_rows = num_ranks // config.model.sequence_parallel_size
+    trainers = "ranks" if num_rows == num_ranks else "groups of ranks"
     if per_step < num_rows:
         yield (
-            f"{per_step} completions per optimizer step for {num_rows} ranks (or groups of ranks "
-            f"that share rows): {num_rows - per_step} of them have nothing to train on; raise "
+            f"{per_step} completions per optimizer step for {num_rows} {trainers}: "
+            f"{num_rows - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
         )
     steps = config.policy_training.num_run_optimizer_steps
