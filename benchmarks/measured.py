@@ -64,6 +64,7 @@ LINES: dict[str, Callable[[Record], Iterator[Line]]] = {
     "trained_weights": measured_trials.trained_weights,
     "router_replay": measured_trials.router_replay,
     "speculation": measured_trials.speculation,
+    "sequence_parallel": measured_trials.sequence_parallel,
     "plan": measured_trials.plan,
     "mutations": measured_trials.mutations,
     "diagnosis": measured_trials.diagnosis,

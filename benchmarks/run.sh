@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 
 modules=(
   speed.start speed.init speed.weight_sync speed.loss_memory speed.logprob_kernels speed.update speed.shared_prefixes speed.balance speed.rank0 speed.host_overhead speed.prompts speed.rollout_dump speed.rollout_tail speed.report speed.signals speed.engine_host speed.step_vs_trl speed.episodes speed.gpu
-  agreement.learning agreement.families agreement.trained_weights agreement.router_replay agreement.speculation agreement.trl_loss agreement.trl_episodes agreement.self_teacher agreement.plan agreement.mutations agreement.diagnosis agreement.contract agreement.dry_run agreement.old_vllm
+  agreement.learning agreement.families agreement.trained_weights agreement.router_replay agreement.speculation agreement.sequence_parallel agreement.trl_loss agreement.trl_episodes agreement.self_teacher agreement.plan agreement.mutations agreement.diagnosis agreement.contract agreement.dry_run agreement.old_vllm
   survival.slurm_trial survival.faults
 )
 name=${1:-}

@@ -238,7 +238,9 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         inputs.rows, tokenizer, config.data, config.rollout.num_prompts_per_step
     )
     held_out = build_held_out(config, inputs, tokenizer)
-    session = start_session(config.model.num_replicas, config.watchdog)
+    session = start_session(
+        config.model.num_replicas, config.watchdog, config.model.sequence_parallel_size
+    )
     preemption = Preemption(config.training.max_time_s)
     log_to_terminal(session.rank)
     if session.is_rank0:
@@ -503,6 +505,8 @@ def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
             "the engine may have taken other experts for a prompt in each of its completions "
             "(model.router_replay)"
         )
+    if config.model.sequence_parallel_size > 1:
+        return "ranks share whole rows (model.sequence_parallel_size)"
     paths = [config.model.path, *config.teacher.paths.values(), config.critic.path or "policy"]
     for path in paths:
         # A teacher or critic may be the policy itself. One that cannot be read is refused where it
@@ -534,7 +538,9 @@ def evaluate_alone(
     Path(config.run_dir, "logs").mkdir()
     tokenizer = load_tokenizer(config.model.path, config.data.chat_template_kwargs)
     held_out = build_held_out(config, inputs, tokenizer)
-    session = start_session(config.model.num_replicas, config.watchdog)
+    session = start_session(
+        config.model.num_replicas, config.watchdog, config.model.sequence_parallel_size
+    )
     log_to_terminal(session.rank)
     preemption = Preemption(config.training.max_time_s)
     config = decide_memory(config, trainer.get("config", {}), session)
@@ -581,6 +587,7 @@ def make_step_rules(
         config.training,
         max_error_frac=config.reward_pool.max_error_frac,
         num_ranks=num_ranks,
+        sequence_ranks=config.model.sequence_parallel_size,
         attention_cost_ratio=cost_ratio,
         share_prefixes=share_prefixes,
         discount=config.environment.discount if has_rewards else None,

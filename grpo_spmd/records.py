@@ -309,6 +309,9 @@ class MicroBatch:
     """int64 [C]. Index in `rollout_ids` of the token's rollout."""
     rollout_ids: list[int]
     """The rollouts of the row that have at least one completion token."""
+    slice_predictions: list[int] = field(default_factory=list)
+    """Of each of the equal slices of the row's T tokens, one for each rank that shares the row: how
+    many of the C tokens are predicted there. They add up to C."""
     # Filled between assembly and update, by attach_logprobs, the teachers and the critic.
     old_logprobs: Tensor | None = None
     """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
@@ -508,7 +511,7 @@ class Decision:
     in_loss: dict[int, bool]
     """By rollout id: False if no token of the rollout counts in the loss."""
     trained_by: dict[int, int]
-    """By rollout id: the rank that trains on the rollout."""
+    """By rollout id: the rank that trains on the rollout, the first of those that share its row."""
     rows: list[list[list[int]]]
     """`rows[mini_batch][micro_batch]`: ids of the rollouts that this rank trains on."""
     num_rollouts: int

@@ -37,6 +37,8 @@ _CRITIC = (
     "advantage.normalize_std=batch",
 )
 
+_SHARING = ("model.sequence_parallel_size=2",)
+
 _SYNC = "tests/ranks/test_weight_sync.py"
 _UPDATES = f"{_SYNC}::test_engine_equals_transformers_after_each_update"
 _TIED, _UNTIED, _SHARDED = (
@@ -44,6 +46,10 @@ _TIED, _UNTIED, _SHARDED = (
 )
 _EXPERTS_TEST = "tests/ranks/test_experts.py"
 _EXPERTS_SYNC = f"{_EXPERTS_TEST}::test_engine_equals_transformers_after_each_update[glm4_moe-1-1]"
+_SHARED = (
+    "tests/ranks/test_sequence_parallel.py"
+    "::test_the_update_of_two_ranks_that_share_rows_is_that_of_plain_transformers"
+)
 _GATHER = f"{_SYNC}::test_bucketed_gather_equals_full_tensor[3-1]"
 _PARTITION = "tests/ranks/test_partition.py"
 _LOSS, _ADVANTAGES, _BATCHING = (
@@ -61,7 +67,7 @@ _PACKED_HYBRID = (
     "::test_packed_rows_are_those_of_transformers_sequence_by_sequence[1-qwen3_5_text]"
 )
 _PREFIX_TREE = "tests/unit/test_prefix_tree.py"
-_SHARED = (*_LONG_PROMPTS, "training.share_prefixes=true")
+_SHARED_PREFIXES = (*_LONG_PROMPTS, "training.share_prefixes=true")
 _HYBRID = ("model.path={made}/hybrid", "model.dtype=bfloat16")
 
 
@@ -282,8 +288,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/attention.py",
-        "PackedLayout(batch.sequence_lengths, batch.sequence_starts, backend, routes)",
-        "PackedLayout([sum(batch.sequence_lengths)], batch.sequence_starts, backend, None)",
+        "            batch.sequence_lengths,\n            batch.sequence_starts,\n",
+        "            [sum(batch.sequence_lengths)],\n            batch.sequence_starts,\n",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -321,6 +327,30 @@ FAULTS = (
         "[rollouts_by_id[i] for i in row],\n                session.device,",
         "[rollouts_by_id[i] for i in row][session.rank :],\n                session.device,",
         (_PARTITION,),
+    ),
+    Fault(
+        "shared rows: the slices are shifted by one token",
+        "model/sequence_parallel.py",
+        "    start = rank * num_tokens\n",
+        "    start = max(rank * num_tokens - 1, 0)\n",
+        (_SHARED,),
+        overrides=_SHARING,
+    ),
+    Fault(
+        "shared rows: KV heads in the wrong order",
+        "model/sequence_parallel.py",
+        "for tensor in (query, key, value)]\n",
+        "for tensor in (query, key.flip(1), value.flip(1))]\n",
+        (_SHARED,),
+        overrides=_SHARING,
+    ),
+    Fault(
+        "shared rows: each rank's gradient is that of all of them",
+        "model/sequence_parallel.py",
+        "None if grad is None else grad[ctx.predictions]",
+        "None if grad is None else grad[ctx.predictions] * dist.get_world_size()",
+        (_SHARED,),
+        overrides=_SHARING,
     ),
     Fault(
         "advantage sign",
@@ -716,7 +746,7 @@ FAULTS = (
         f"{_PATHS}    paths = [(*path, i - 1) if path and paths[i - 1] == path else path "
         "for i, path in enumerate(paths)]\n",
         (_PREFIX_TREE,),
-        overrides=_SHARED,
+        overrides=_SHARED_PREFIXES,
     ),
     Fault(
         "shared prefixes: a branch's positions go on after its sibling's",
@@ -724,7 +754,7 @@ FAULTS = (
         "batch.position_ids[tree.tokens][None]",
         "torch.arange(len(tree.tokens), device=tree.tokens.device)[None]",
         (_PREFIX_TREE,),
-        overrides=_SHARED,
+        overrides=_SHARED_PREFIXES,
     ),
     Fault(
         "shared prefixes: the gradient of a prefix's keys is that of one branch",
@@ -734,7 +764,7 @@ FAULTS = (
         "        yield torch.cat([pieces[n] if n == way[-1] or not (n in counted or "
         "counted.add(n)) else pieces[n].detach() for way in islice(ways, number) for n in way])\n",
         (_PREFIX_TREE,),
-        overrides=_SHARED,
+        overrides=_SHARED_PREFIXES,
     ),
 )
 

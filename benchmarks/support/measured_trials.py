@@ -401,6 +401,26 @@ def speculation(record: Record) -> Iterator[Line]:
         )
 
 
+def sequence_parallel(record: Record) -> Iterator[Line]:
+    rows = record.newest("sequence_parallel", "ranks that share a row")
+    for row in rows:
+        size = row.number("ranks that share a row")
+        if size == 1:
+            continue
+        from_plain, from_one = (
+            " / ".join(figure(row.number(name + end)) for name in ("loss", "gradient", "update"))
+            for end in ("", " from 1 rank")
+        )
+        yield Line(
+            f"{size:.0f} ranks that share each row, float32: loss / gradient / update off by",
+            f"from plain transformers {from_plain}, from ranks that share nothing {from_one}; a "
+            f"rank's activations {figure(row.number('times less'))} times less; it sends "
+            f"{figure(row.number('sent, MiB'))} MiB a forward pass, by the planner's formula "
+            f"{figure(row.number('formula, MiB'))}",
+            rows,
+        )
+
+
 def trained_weights_table(record: Record) -> Iterator[str]:
     yield (
         "| | logprobs off by, nats | their noise | a tensor's gradient off by | its noise | its "

@@ -65,6 +65,12 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
         local_world_size or engine,
     )
     _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
+    # The ranks that share a row exchange activations in every layer.
+    sharing = config.model.sequence_parallel_size
+    key = "model.sequence_parallel_size"
+    _check_divides(key, sharing, ranks, world_size)
+    problem = "the ranks of a node, since those that share a row are on one"
+    _check_divides(key, sharing, problem, local_world_size or sharing)
 
 
 def _check_divides(key: str, size: int, problem: str, total: int) -> None:

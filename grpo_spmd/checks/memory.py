@@ -36,6 +36,7 @@ from grpo_spmd.config.schema import (
     OptimizerConfig,
 )
 from grpo_spmd.model.config_json import (
+    Dimensions,
     ModelFacts,
     Shapes,
     kv_bytes_per_sequence,
@@ -156,12 +157,28 @@ def is_shared_teacher(config: Config, path: str) -> bool:
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
-    """Returns how many rollouts one rank trains on in one optimizer step, at most.
+    """Returns how many rollouts one rank trains on in one optimizer step, at most; ranks that share
+    their rows have the same ones.
 
     All rollouts are assumed to have the same length.
     """
     rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
-    return -(-(rollouts // config.training.num_mini_batches) // num_ranks)
+    num_groups = num_ranks // config.model.sequence_parallel_size
+    return -(-(rollouts // config.training.num_mini_batches) // num_groups)
+
+
+def exchanged_bytes(sizes: Dimensions, num_tokens: int, num_ranks: int, itemsize: int) -> int:
+    """Returns the bytes that each of `num_ranks` ranks, which share a row of `num_tokens`, sends to
+    the others in a forward pass of all layers (model/sequence_parallel.py). The backward pass sends
+    as many.
+
+    They are queries, keys and values, and attention's output, of the rank's tokens. KV heads are
+    repeated until the ranks divide them.
+    """
+    kv_heads = math.lcm(sizes.kv_heads, num_ranks)
+    width = 2 * (sizes.heads + kv_heads) * sizes.head_dim
+    slice_tokens = -(-num_tokens // num_ranks)
+    return sizes.layers * slice_tokens * width * itemsize * (num_ranks - 1) // num_ranks
 
 
 def micro_batches_per_step(config: Config, num_ranks: int) -> tuple[int, int]:
@@ -354,6 +371,14 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
     explanation = "parameters that train + moments, while a thread writes them"
     yield Row("checkpoint's copy in host memory", size_text(state.saved), explanation)
     value, explanation = "unknown", _NO_SIZES
+    sharing = config.model.sequence_parallel_size
+    if sharing > 1 and model.dimensions is not None:
+        tokens = micro_batch_tokens(config, num_ranks)
+        sent = exchanged_bytes(model.dimensions, tokens, sharing, itemsize)
+        explanation = (
+            f"a micro-batch of {tokens} tokens over {sharing} ranks, forward; as much backward"
+        )
+        yield Row("sent for shared attention", size_text(sent), explanation)
     if model.dimensions is not None:
         # Logits, the largest of the activations, exist for one chunk of tokens at a time.
         tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
@@ -659,10 +684,12 @@ def advice(config: Config, num_ranks: int) -> Iterator[str]:
             f"rollout.num_prompts_per_step {prompts} is no multiple of {engines} engines: {problem}"
         )
     per_step = prompts * rollout.group_size // training.num_mini_batches
-    if per_step < num_ranks:
+    num_rows = num_ranks // config.model.sequence_parallel_size
+    trainers = "ranks" if num_rows == num_ranks else "groups of ranks"
+    if per_step < num_rows:
         yield (
-            f"{per_step} completions per optimizer step for {num_ranks} ranks: "
-            f"{num_ranks - per_step} of them have nothing to train on; raise "
+            f"{per_step} completions per optimizer step for {num_rows} {trainers}: "
+            f"{num_rows - per_step} of them have nothing to train on; raise "
             "rollout.num_prompts_per_step"
         )
     steps = config.policy_training.num_run_optimizer_steps

@@ -328,6 +328,7 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
     kv_heads = model.get("num_key_value_heads")
     if isinstance(kv_heads, int) and max(kv_heads, size) % min(kv_heads, size):
         raise ConfigError(f"{rule} {kv_heads} key-value heads, or be a multiple of them")
+    _check_slices(config, model)
     cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
     needed = _rollout_cache_bytes(config, model)
     if isinstance(cache_bytes, int) and cache_bytes < needed:
@@ -335,6 +336,23 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
             f"rollout.engine.kv_cache_memory_bytes: {cache_bytes:,} hold no rollout of "
             f"{engine_tokens(config)} tokens, which takes {needed:,}; raise it, or shorten the "
             "rollouts"
+        )
+
+
+def _check_slices(config: Config, model: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the model's rows cannot be shared (model.sequence_parallel_size)."""
+    size, heads = config.model.sequence_parallel_size, model.get("num_attention_heads")
+    if size == 1:
+        return
+    key = f"model.sequence_parallel_size ({size})"
+    if isinstance(heads, int) and heads % size:
+        raise ConfigError(f"{key} must divide the model's {heads} attention heads")
+    if has_recurrent_layers(model):
+        raise ConfigError(f"{key}: recurrent layers do not run on slices of a row; set it to 1")
+    if config.model.router_replay and model.get("num_experts_per_tok"):
+        raise ConfigError(
+            f"{key}: routes are not replayed on slices of a row; set it to 1, or "
+            "model.router_replay: false"
         )
 
 

@@ -83,6 +83,13 @@ def _errors(config: Config) -> Iterator[str]:
         )
     for name in _TEMPLATE_VARIABLES & config.data.chat_template_kwargs.keys():
         yield (f"data.chat_template_kwargs.{name}: the trainer sets this itself; take it out")
+    sharing = config.model.sequence_parallel_size
+    if sharing > 1 and (config.teacher.is_on or config.critic.path is not None):
+        key = "teacher" if config.teacher.is_on else "critic"
+        yield (
+            f"model.sequence_parallel_size ({sharing}): a {key} does not score rows that ranks "
+            "share; set it to 1"
+        )
     lora = config.model.lora
     # vLLM takes adapters up to its largest rank only.
     if lora.base_stays_in_engine and lora.rank > ADAPTER_RANKS[-1]:

@@ -109,6 +109,9 @@ class ModelConfig:
     """run torch.compile on the layers"""
     num_replicas: PositiveInt = 1
     """copies of the policy (HSDP); each is sharded over ranks / num_replicas consecutive ranks"""
+    sequence_parallel_size: PositiveInt = 1
+    """consecutive ranks of a node that share each micro-batch: every rank computes an equal slice
+    of its tokens, and attention for its share of the heads (Ulysses)"""
     logprob_chunk_tokens: PositiveInt = 1024
     """most tokens whose logits [tokens, vocabulary] are in memory at one time"""
     logprob_kernel: Literal["auto", "fused", "plain"] = "auto"

@@ -181,6 +181,28 @@ def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
     return [work for work in works if work is not None]
 
 
+def exchange_blocks(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`. Sends `blocks[r]` to rank r of the group; returns what each rank
+    sent to this one, in rank order.
+
+    `blocks` is [ranks of the group, ...], with the same shape on all of them.
+    """
+    blocks = blocks.contiguous()
+    received = torch.empty_like(blocks)
+    dist.all_to_all_single(received, blocks, group=group)
+    return received
+
+
+def gather_blocks(block: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Collective over `group`. Returns the blocks of all ranks, [ranks of the group, ...].
+
+    A block has the same shape on all ranks.
+    """
+    gathered = block.new_empty(dist.get_world_size(group), *block.shape)
+    _ALL_GATHER(gathered.view(-1), block.view(-1), group)
+    return gathered
+
+
 def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:
     """Waits for each of `works` and empties the list.
 

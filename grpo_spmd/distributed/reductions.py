@@ -126,6 +126,16 @@ def merge(batches: Iterable[Reductions]) -> Reductions:
     return totals
 
 
+def without_counts(reductions: Reductions) -> Reductions:
+    """Returns the same names with nothing counted, but for maxima, which may be taken twice.
+
+    It is for a rank whose tokens another rank counts."""
+    return {
+        name: reduction if isinstance(reduction, Max) else type(reduction)()
+        for name, reduction in reductions.items()
+    }
+
+
 def to_bytes(reductions: Reductions) -> bytes:
     """Returns reductions as bytes for rank 0. Their numbers must be on the host (`on_host`)."""
     rows = [

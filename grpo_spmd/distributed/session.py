@@ -35,6 +35,8 @@ class Session:
     device: torch.device
     mesh: DeviceMesh
     """The mesh for sharding the policy: "shard", or "replicate" x "shard" (HSDP)."""
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks that share each micro-batch with this one. None: every rank has its own."""
     is_restart: bool = False
     """Whether torchrun started the ranks again after a failure. The same on all ranks."""
     attempt: int = 1
@@ -44,12 +46,22 @@ class Session:
     def is_rank0(self) -> bool:
         return self.rank == 0
 
+    @property
+    def sequence_ranks(self) -> int:
+        """The number of ranks that share a micro-batch."""
+        return 1 if self.sequence_group is None else dist.get_world_size(self.sequence_group)
 
-def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIMITS) -> Session:
+
+def start_session(
+    num_replicas: int = 1,
+    watchdog: WatchdogConfig = _DEFAULT_LIMITS,
+    sequence_ranks: int = 1,
+) -> Session:
     """Collective. Joins the process group that torchrun describes, else a group of this rank alone.
 
     The doctor watches this rank from here on until `end_session`. `num_replicas`, the number of
     copies of the policy, must divide the number of ranks; consecutive ranks share a copy.
+    `sequence_ranks` consecutive ranks share each micro-batch, and must be on one node.
     """
     if "RANK" not in os.environ:
         _set_single_rank()
@@ -97,6 +109,7 @@ def start_session(num_replicas: int = 1, watchdog: WatchdogConfig = _DEFAULT_LIM
         local_rank=local_rank,
         device=device,
         mesh=mesh,
+        sequence_group=sequence_group(device, sequence_ranks),
         is_restart=is_restart,
         attempt=attempt,
     )
@@ -186,6 +199,16 @@ def policy_mesh(device: torch.device, num_replicas: int) -> DeviceMesh:
     if num_replicas == 1:
         del sizes["replicate"]
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def sequence_group(device: torch.device, num_ranks: int) -> dist.ProcessGroup | None:
+    """Collective. Returns the `num_ranks` consecutive ranks that share micro-batches with this one:
+    the dimension "sequence" of a mesh of its own. Returns None if each rank has its own."""
+    if num_ranks == 1:
+        return None
+    sizes = (dist.get_world_size() // num_ranks, num_ranks)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("row", "sequence"))
+    return mesh.get_group("sequence")
 
 
 def engine_group(num_ranks: int) -> dist.ProcessGroup | None:

@@ -44,11 +44,14 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 
     Raises Rank0Error if no completion of the step has a usable reward."""
     decision = sampled.decide()
-    outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size)]
+    num_sharing = session.sequence_ranks
+    # One list for each group of ranks that share their rows.
+    outgoing: list[list[Rollout]] = [[] for _ in range(session.world_size // num_sharing)]
     for rollout in _sampled_rollouts(sampled, decision):
-        outgoing[decision.trained_by[rollout.rollout_id]].append(rollout)
+        outgoing[decision.trained_by[rollout.rollout_id] // num_sharing].append(rollout)
+    payloads = [encode_rollouts(rollouts) for rollouts in outgoing]
     # All ranks send to all ranks at once: sending a step's tokens through rank 0 would be slow.
-    incoming = exchange_bytes([encode_rollouts(rollouts) for rollouts in outgoing])
+    incoming = exchange_bytes([payload for payload in payloads for _ in range(num_sharing)])
     rollouts_by_id = {
         rollout.rollout_id: rollout for payload in incoming for rollout in decode_rollouts(payload)
     }
@@ -57,6 +60,7 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
             pack_rollouts(
                 [rollouts_by_id[i] for i in row],
                 session.device,
+                num_sharing,
                 shares_prefixes=decision.shares_prefixes,
             )
             for row in rows
@@ -253,13 +257,18 @@ def decode_rollouts(payload: bytes) -> list[Rollout]:
 
 
 def pack_rollouts(
-    rollouts: Sequence[Rollout], device: torch.device, *, shares_prefixes: bool = False
+    rollouts: Sequence[Rollout],
+    device: torch.device,
+    num_slices: int = 1,
+    *,
+    shares_prefixes: bool = False,
 ) -> MicroBatch:
     """Returns one row of rollouts as a micro-batch without padding. With `shares_prefixes` it has a
     tree, if its sequences share a prefix.
 
     A row without any completion token is replaced by a placeholder of two tokens that do not count
-    in the loss, so that this rank makes as many passes as the others.
+    in the loss, so that this rank makes as many passes as the others. If `num_slices` ranks share
+    the row, one more sequence, in which nothing is predicted, makes its length divisible by that.
     """
     ids_with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     # The backward pass needs at least one logprob to start from.
@@ -267,6 +276,10 @@ def pack_rollouts(
         rollouts = [Rollout(-1, 0.0, False, [0], [0], [0.0])]
     num_completion = np.array([len(rollout.completion_ids) for rollout in rollouts])
     contexts = rollout_contexts(rollouts)
+    num_padding = -sum(len(context.token_ids) for context in contexts) % num_slices
+    if num_padding:
+        padding = np.zeros(num_padding, np.int32)
+        contexts = [*contexts, Segment(padding, padding.astype(np.bool_))]
     lengths = np.array([len(context.token_ids) for context in contexts])
     input_ids = _concat((context.token_ids for context in contexts), np.int64)
     is_sampled = _concat((context.sampled for context in contexts), np.bool_)
@@ -277,6 +290,9 @@ def pack_rollouts(
     assert position_ids[completion_positions].all(), (
         "the first token of a sequence has nothing to predict it"
     )
+
+    slice_tokens = len(input_ids) // num_slices
+    predicted_in = (completion_positions - 1) // slice_tokens
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
         return copy_to_device(torch.from_numpy(values), device)
@@ -303,6 +319,7 @@ def pack_rollouts(
         # Rollouts are counted without those that have no completion token, as in `rollout_ids`.
         sequence_index=on_device(np.repeat((num_completion > 0).cumsum() - 1, num_completion)),
         rollout_ids=ids_with_tokens,
+        slice_predictions=np.bincount(predicted_in, minlength=num_slices).tolist(),
         routes=_pack_routes(contexts, device),
         tree=build_tree([context.token_ids for context in contexts], device)
         if shares_prefixes

@@ -74,6 +74,8 @@ class StepRules:
     completion counts in the loss whether its reward is known or not."""
     watched_rewards: Collection[str] = ()
     """Names of the rewards whose failures do not stop the run; see protocol.watched_rewards."""
+    sequence_ranks: int = 1
+    """Consecutive ranks that share each row."""
 
 
 class SampledStep:
@@ -259,7 +261,8 @@ class _Rank0Step:
             step_tokens,
             rules.share_prefixes,
             rules.attention_cost_ratio,
-            num_ranks=rules.num_ranks,
+            # Ranks that share their rows train as one.
+            num_ranks=rules.num_ranks // rules.sequence_ranks,
             mini_batch_sizes=sizes,
             max_tokens=rules.training.micro_batch_tokens,
         )

@@ -211,13 +211,16 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
     num_ranks = len(step.num_groups)
     assert num_ranks <= _MAX_RANKS, num_ranks
     trained_by = np.zeros(len(step.rewards), np.uint16)
+    # The plan is for groups of ranks that share their rows; each has the number of its first rank.
+    num_sharing = num_ranks // len(step.plan.lengths[0])
     for ids, lengths in step.plan.blocks():
-        trained_by[ids] = np.repeat(np.arange(num_ranks), lengths.sum(axis=1))
+        trained_by[ids] = np.repeat(np.arange(0, num_ranks, num_sharing), lengths.sum(axis=1))
     group_size = len(step.rewards) // max(len(step.positions), 1)
     slots_by_rank = np.split(step.slots, np.cumsum(step.num_groups)[:-1])
     messages = []
     # `plan[mini_batch][rank]`; zip(*plan) gives, for each rank, its rows of every mini-batch.
-    for slots, rows in zip(slots_by_rank, zip(*step.plan, strict=True), strict=True):
+    rows_by_rank = [rows for rows in zip(*step.plan, strict=True) for _ in range(num_sharing)]
+    for slots, rows in zip(slots_by_rank, rows_by_rank, strict=True):
         sampled = _sampled_ids(slots, group_size)
         share = _Share(
             slots.tobytes(),

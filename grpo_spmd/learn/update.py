@@ -16,7 +16,16 @@ from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import LossConfig, OptimizerConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import any_rank
-from grpo_spmd.distributed.reductions import Histogram, Ids, Max, Mean, Reductions, Sum, merge
+from grpo_spmd.distributed.reductions import (
+    Histogram,
+    Ids,
+    Max,
+    Mean,
+    Reductions,
+    Sum,
+    merge,
+    without_counts,
+)
 from grpo_spmd.learn.losses import (
     TILT_SUMS,
     LossInputs,
@@ -121,7 +130,7 @@ def attach_logprobs(
                 micro_batch.old_logprobs = micro_batch.rollout_logprobs
             elif needs_old:
                 micro_batch.old_logprobs, entropy = policy(micro_batch)
-                if keep_scores is not None:
+                if keep_scores is not None and policy.counts_rows:
                     keep_scores(micro_batch, micro_batch.old_logprobs, entropy)
             if reference is not None:
                 micro_batch.ref_logprobs, _ = reference(micro_batch)
@@ -253,6 +262,8 @@ class PolicyUpdater(Learner):
                 num_updates += is_made
                 num_skipped += not is_made
                 totals = merge([totals, metrics])
+        if not self._policy.counts_rows:
+            totals = without_counts(totals)
         return totals | {
             "optim/updates": Max(float(num_updates)),
             "optim/skipped_updates": Max(float(num_skipped)),
@@ -289,6 +300,8 @@ class PolicyUpdater(Learner):
             # No backward pass has freed the gathered parameters of the root module.
             reshard(self._policy)
         on_host = {name: reduction.on_host() for name, reduction in totals.items()}
+        if not self._policy.counts_rows:
+            on_host = without_counts(on_host)
         return on_host | {"measured": Max(float(num_measured))}
 
     def accumulate(
@@ -424,7 +437,7 @@ class PolicyUpdater(Learner):
         if is_synced:
             synced_logprobs = logprobs if loss.old_logprobs == "engine" else old_logprobs
             metrics |= mismatch_sums(synced_logprobs, rollout_logprobs, mask, entropy)
-            if keep_scores is not None:
+            if keep_scores is not None and self._policy.counts_rows:
                 keep_scores(micro_batch, synced_logprobs, entropy)
         scores = [logprobs, entropy, old_logprobs, micro_batch.ref_logprobs, rollout_logprobs]
         scores += [*extra, values, None if signal is None else signal.logprobs]

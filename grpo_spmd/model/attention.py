@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -43,13 +44,16 @@ class PackedLayout:
         backend: Backend,
         routes: RowRoutes | None = None,
         tree: PrefixTree | None = None,
+        sequence_group: ProcessGroup | None = None,
     ) -> None:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
-        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py):
-        transformers hands the layout to every layer. With a `tree` the sequences are its nodes."""
+        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py),
+        `sequence_group` are the ranks that share the row (sequence_parallel.py): transformers hands
+        the layout to every layer. With a `tree` the sequences are its nodes."""
         self.tree = tree
         self.backend = backend
         self.routes = routes
+        self.sequence_group = sequence_group
         self.starts = starts
         # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
         # length, so that all sequences of one length are neighbours.
@@ -78,14 +82,27 @@ class RowInputs(NamedTuple):
     """int64 [C]. Index of the token whose hidden state predicts each completion token."""
 
 
-def row_inputs(batch: MicroBatch, backend: Backend, routes: RowRoutes | None = None) -> RowInputs:
-    """Returns what a decoder reads of a micro-batch: its row, or the nodes of its tree."""
+def row_inputs(
+    batch: MicroBatch,
+    backend: Backend,
+    routes: RowRoutes | None = None,
+    sequence_group: ProcessGroup | None = None,
+) -> RowInputs:
+    """Returns what a decoder reads of a micro-batch: its row, or the nodes of its tree. Ranks of a
+    `sequence_group` share the row, and `batch` has this rank's slice of it."""
     tree = batch.tree
     if tree is None:
-        layout = PackedLayout(batch.sequence_lengths, batch.sequence_starts, backend, routes)
+        layout = PackedLayout(
+            batch.sequence_lengths,
+            batch.sequence_starts,
+            backend,
+            routes,
+            sequence_group=sequence_group,
+        )
         return RowInputs(
             batch.input_ids[None], batch.position_ids[None], layout, batch.predict_index
         )
+    assert sequence_group is None, "shared rows have no tree"
     assert routes is None, "siblings may have other routes of one token"
     return RowInputs(
         batch.input_ids[tree.tokens][None],

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -49,6 +50,7 @@ from grpo_spmd.model.families.stored import (
 from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.routing import layer_routers, num_experts, replay_in_layers
+from grpo_spmd.model.sequence_parallel import SEQUENCE_ATTENTION, gather_scores, slice_row
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, shard_over_ranks
 from grpo_spmd.records import MicroBatch
 
@@ -65,14 +67,24 @@ class Policy(nn.Module):
     around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
 
     def __init__(
-        self, config: Any, logits: LogitSettings, attention: Backend, dtype: torch.dtype
+        self,
+        config: Any,
+        logits: LogitSettings,
+        attention: Backend,
+        dtype: torch.dtype,
+        sequence_group: dist.ProcessGroup | None = None,
     ) -> None:
         """`logits` has the sampling temperature. Divisor and soft cap of the model's own logits are
-        added to it."""
+        added to it. The ranks of `sequence_group` share every row that they pass in; None: each
+        rank has rows of its own."""
         super().__init__()
         self.model = build_hf_model(
-            config, config.name_or_path, attn_implementation=PACKED_ATTENTION, dtype=dtype
+            config,
+            config.name_or_path,
+            attn_implementation=SEQUENCE_ATTENTION if sequence_group else PACKED_ATTENTION,
+            dtype=dtype,
         )
+        self.sequence_group = sequence_group
         divisor, softcap = logits_map(self.model)
         self.logits = dataclasses.replace(
             logits, temperature=logits.temperature * divisor, softcap=softcap
@@ -100,6 +112,16 @@ class Policy(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
+    def sequence_ranks(self) -> int:
+        """Ranks that share a row."""
+        return 1 if self.sequence_group is None else dist.get_world_size(self.sequence_group)
+
+    @property
+    def counts_rows(self) -> bool:
+        """True on the rank that counts the rows of its sequence group in metrics and proofs."""
+        return self.sequence_group is None or dist.get_rank(self.sequence_group) == 0
+
+    @property
     def num_active_parameters(self) -> int:
         """Parameters that a token is multiplied with: of the experts those that it takes."""
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
@@ -112,7 +134,9 @@ class Policy(nn.Module):
 
         Entropies are those of the distributions that the targets were drawn from. After them come
         the results of `terms`; with `only_term` these alone."""
-        row = row_inputs(batch, self.attention, batch.routes)
+        group = self.sequence_group
+        part = batch if group is None else slice_row(batch, group)
+        row = row_inputs(part, self.attention, batch.routes, group)
         states = self.model.get_decoder()(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
@@ -121,9 +145,13 @@ class Policy(nn.Module):
         )
         hidden = states.last_hidden_state[0][row.predict_index]
         head = self.model.get_output_embeddings().weight
+        # config/rules.py refuses what needs terms: they would see the hidden states of a slice.
+        assert group is None or not terms
         if only_term:
             return tuple(term(hidden, head) for term in terms)
-        scores = self.logits.score(hidden, head, batch.target_ids)
+        scores = self.logits.score(hidden, head, part.target_ids)
+        if group is not None:
+            return gather_scores(scores, batch.slice_predictions, group)
         return (*scores, *(term(hidden, head) for term in terms))
 
     def plain_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -210,7 +238,7 @@ def build_policy(
     is_fused = choose_fused_kernel(config.logprob_kernel, session.device)
     logits = logit_settings(temperature, config.logprob_chunk_tokens, is_fused=is_fused)
     with torch.device("meta"):
-        policy = Policy(hf_config, logits, attention, stored_dtype)
+        policy = Policy(hf_config, logits, attention, stored_dtype, session.sequence_group)
     refuse_structure(policy.model, config.path)
     _refuse_padded_experts(policy, session.mesh.size(-1), config.path)
     folder = checkpoint_folder(config.path)

@@ -81,8 +81,11 @@ _Row = dict[str, Any]
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
-        """Only a rollout with stop strings needs the `tokenizer`."""
+    def __init__(
+        self, settings: UpdateCheckSettings, tokenizer: Any = None, *, counts_rows: bool = True
+    ) -> None:
+        """Only a rollout with stop strings needs the `tokenizer`. `counts_rows` as in Policy."""
+        self._counts_rows = counts_rows
         self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
@@ -381,9 +384,8 @@ class BatchCheck:
     def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
         """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
         compares the counts with the denominators that the batch states."""
-        counts = iter(
-            sum_over_ranks(count for rows in batch.mini_batches for count in count_loss(rows))
-        )
+        counted = [rows if self._counts_rows else [] for rows in batch.mini_batches]
+        counts = iter(sum_over_ranks(count for rows in counted for count in count_loss(rows)))
         stated = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
         for number, pair in enumerate(stated):
             count = next(counts), next(counts)
@@ -555,15 +557,17 @@ def find_misplaced(
         errors.append("not each rollout of the step was sampled once")
     if sorted(decision.plan.ids.tolist()) != all_ids:
         errors.append("the plan does not have each rollout once")
-    hashes: dict[int, int] = dict(trained)
+    # Every rank of a sequence group reports the rows that it shares.
+    num_sharing = len(reports) // len(decision.plan.lengths[0])
     counts = Counter(i for i, _ in trained)
+    hashes = {i: expected for i, expected, _ in sampled}
     faults = {
-        "trained on twice": [i for i, count in counts.items() if count > 1],
-        "trained on with other tokens, logprobs or advantages": [
-            i for i, expected, _ in sampled if hashes.get(i, expected) != expected
-        ],
+        "trained on twice": [i for i, count in counts.items() if count > num_sharing],
+        "trained on with other tokens, logprobs or advantages": {
+            i for i, actual in trained if hashes.get(i, actual) != actual
+        },
         "not trained on": [
-            i for i, expected, _ in sampled if i not in hashes and expected != NO_TOKENS
+            i for i, expected in hashes.items() if counts[i] < num_sharing and expected != NO_TOKENS
         ],
     }
     return errors + [

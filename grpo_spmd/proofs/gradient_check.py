@@ -36,7 +36,7 @@ from grpo_spmd.config.schema import (
     RolloutConfig,
     TrainingConfig,
 )
-from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.collectives import any_rank, on_first_in_group, on_rank0
 from grpo_spmd.distributed.reductions import merge
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
@@ -54,7 +54,14 @@ from grpo_spmd.proofs.plain_forward import (
     use_plain_routes,
 )
 from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
-from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
+from grpo_spmd.records import (
+    Decision,
+    MicroBatch,
+    Rollout,
+    RolloutBatch,
+    RolloutGroup,
+    Segment,
+)
 
 _log = logging.getLogger("grpo_spmd")
 Numbers = npt.NDArray[np.float64]
@@ -411,15 +418,15 @@ class GradientCheck:
         result = CheckResult()
         policy = self._policy
         values = self._values
-        shares_prefixes = policy.shares_prefixes
-        rollouts = short_rollouts(groups, has_siblings=shares_prefixes)
+        rollouts = _trial_rollouts(groups, policy)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
-        batches = [pack_rollouts(row, device, shares_prefixes=shares_prefixes) for row in rows]
+        batches = [_pack_trial(row, device, policy) for row in rows]
         if policy.replays_routes and self._loss.router_aux_coef:
             attach_loads(policy, [batches], self._loss.router_aux_coef)
-        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(batches)))
+        counted = batches if policy.counts_rows else []
+        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(counted)))
         teacher = self._make_teacher() if self._make_teacher is not None else None
         if teacher is not None:
             for batch in batches:
@@ -436,6 +443,10 @@ class GradientCheck:
         # plain attention too, since activation checkpointing may run layers again.
         sketch = _Sketch(policy)
         columns = trainer.columns()
+        # One rank of a sequence group makes the plain pass over the rows that all of them trained
+        # on; the others go on as ranks without rollouts.
+        if not policy.counts_rows:
+            rollouts, columns = [], {}
         counts = (num_tokens, num_sequences)
         routes = plain_routes(rollouts, device)
         with (
@@ -521,8 +532,7 @@ class GradientCheck:
 
         `reference` is the function that the trainer calls. `model` is the model whose weights it
         uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
-        shares_prefixes = self._policy.shares_prefixes
-        rollouts = short_rollouts(groups, has_siblings=shares_prefixes)
+        rollouts = _trial_rollouts(groups, self._policy)
 
         def plain_pass() -> Tensor:
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
@@ -536,8 +546,9 @@ class GradientCheck:
                 return mean_difference(plain_pass(), plain)
 
         with torch.no_grad():
-            row = pack_rollouts(rollouts, device, shares_prefixes=shares_prefixes)
-            logprobs, _ = reference(row)
+            logprobs, _ = reference(_pack_trial(rollouts, device, self._policy))
+            if not model.counts_rows:
+                rollouts = []
             plain = plain_pass()
             difference = mean_difference(logprobs, plain) if rollouts else 0.0
             bound = bound_by_noise(self.score_bound, difference, measure_noise)
@@ -921,6 +932,39 @@ def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False
 
     Every third rollout has one masked token, so that a fault of the loss mask would show. With
     `has_siblings` they are three completions of each of two prompts, which share prefixes."""
+    return _synthetic_rollouts(_short_segments(groups, has_siblings=has_siblings))
+
+
+def _trial_rollouts(groups: Sequence[RolloutGroup], policy: Policy) -> list[Rollout]:
+    """Collective over the policy's sequence group, if it has one. Returns the `short_rollouts` of
+    the group's first rank, since all of its ranks run the same row."""
+    if policy.sequence_group is None:
+        return short_rollouts(groups, has_siblings=policy.shares_prefixes)
+
+    def encode() -> list[Any]:
+        return [
+            [[segment.token_ids.tolist(), segment.sampled.tolist()] for segment in segments]
+            for segments in _short_segments(groups)
+        ]
+
+    return _synthetic_rollouts(
+        tuple(Segment(np.array(ids, np.int32), np.array(sampled)) for ids, sampled in segments)
+        for segments in on_first_in_group(encode, policy.sequence_group)
+    )
+
+
+def _pack_trial(rollouts: Sequence[Rollout], device: torch.device, policy: Policy) -> MicroBatch:
+    """Returns a row of these rollouts, as the policy's rows are made."""
+    return pack_rollouts(
+        rollouts, device, policy.sequence_ranks, shares_prefixes=policy.shares_prefixes
+    )
+
+
+def _short_segments(
+    groups: Sequence[RolloutGroup], *, has_siblings: bool = False
+) -> list[tuple[Segment, ...]]:
+    """Returns the shortened segments of up to 6 of this rank's rollouts. `has_siblings` as in
+    `short_rollouts`."""
     num_groups, num_completions = (2, 3) if has_siblings else (_NUM_SEQUENCES, None)
     pairs = [
         (completion_contexts(group.prompt.token_ids, completion), completion.episode)
@@ -928,15 +972,22 @@ def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False
         for completion in [c for c in group.completions if c.token_ids][:num_completions]
     ]
     step = max(1, len(pairs) // _NUM_SEQUENCES)
-    rollouts = []
-    for number, (contexts, episode) in enumerate(pairs[::step][:_NUM_SEQUENCES]):
-        # The first token of a prompt stays: without it a model may produce nonsense.
-        segments = shorten_segments(
+    # The first token of a prompt stays: without it a model may produce nonsense.
+    return [
+        shorten_segments(
             contexts,
             _PROMPT_TOKENS,
             _COMPLETION_TOKENS,
             max_stretch=_COMPLETION_TOKENS // (1 if episode is None else 2),
         )
+        for contexts, episode in pairs[::step][:_NUM_SEQUENCES]
+    ]
+
+
+def _synthetic_rollouts(all_segments: Iterable[tuple[Segment, ...]]) -> list[Rollout]:
+    """Returns rollouts of these segments, with synthetic advantages and masks."""
+    rollouts = []
+    for number, segments in enumerate(all_segments):
         num_tokens = sum(int(segment.sampled.sum()) for segment in segments)
         mask = np.ones(num_tokens, np.bool_)
         if number % 3 == 1 and num_tokens > 1:

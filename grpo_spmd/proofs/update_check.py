@@ -99,12 +99,14 @@ class UpdateCheck(UpdateObserver):
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as read from the model's files.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(settings, tokenizer)
+        self._batch_check = BatchCheck(settings, tokenizer, counts_rows=policy.counts_rows)
         self._gradients = GradientCheck(policy, updater, settings, signals)
         # In the first steps of a critic's warm-up the policy makes no optimizer step.
         num_steps = settings.training.num_steps - settings.warmup_steps
         num_updates = num_steps * settings.training.num_optimizer_steps
-        self._adamw = AdamwCheck(policy, updater, settings.optimizer, num_updates)
+        self._adamw = AdamwCheck(
+            policy, updater, settings.optimizer, num_updates, counts_rows=policy.counts_rows
+        )
         self._schedule = ProofSchedule(settings.every_steps)
         self._num_runs = 0
         self._step = 0
@@ -354,13 +356,20 @@ class AdamwCheck:
     """Follows optimizer steps, and computes the weights and moments that each should leave."""
 
     def __init__(
-        self, policy: nn.Module, updater: Learner, config: OptimizerConfig, num_steps: int
+        self,
+        policy: nn.Module,
+        updater: Learner,
+        config: OptimizerConfig,
+        num_steps: int,
+        counts_rows: bool = True,
     ) -> None:
-        """`num_steps` is the number of optimizer steps of the whole run, for the schedule."""
+        """`num_steps` is the number of optimizer steps of the whole run, for the schedule.
+        `counts_rows` as in Policy."""
         self._policy = policy
         self._updater = updater
         self._config = config
         self._num_steps = num_steps
+        self._counts_rows = counts_rows
         trained = [
             (name, cast(DTensor, parameter))
             for name, parameter in policy.named_parameters()
@@ -418,7 +427,7 @@ class AdamwCheck:
         """Collective. Checks the denominators, and that no gradient is left from before."""
         check_no_gradient(self.result, self._policy.named_parameters())
         micro_batches, *denominators = mini_batch
-        counts = sum_over_ranks(count_loss(micro_batches))
+        counts = sum_over_ranks(count_loss(micro_batches if self._counts_rows else []))
         if counts != denominators:
             self.result.errors.append(
                 f"the loss divides by {denominators} tokens and sequences, and {counts} count over "

@@ -346,6 +346,30 @@ bad_value(
 bad_value(
     "model.num_replicas (2) must divide the number of ranks (1): 1 would", "model.num_replicas=2"
 )
+bad_value(
+    "model.sequence_parallel_size (2) must divide the number of ranks (3): 1, 3 would",
+    "model.sequence_parallel_size=2",
+    world_size=3,
+)
+bad_value(
+    "model.sequence_parallel_size (4) must divide the ranks of a node, since those that share a "
+    "row are on one (6): 1, 2, 3, 6 would",
+    "model.sequence_parallel_size=4",
+    world_size=12,
+    local_world_size=6,
+)
+bad_value(
+    "model.sequence_parallel_size (8) must divide the model's 4 attention heads",
+    "model.sequence_parallel_size=8",
+    world_size=8,
+)
+bad_value(
+    "model.sequence_parallel_size (2): a teacher does not score rows that ranks share; set it to 1",
+    "model.sequence_parallel_size=2",
+    "teacher.path=policy",
+    "teacher.prompt_key=answer",
+    world_size=2,
+)
 bad_value("model.num_replicas must be a whole number >= 1; got 0", "model.num_replicas=0")
 bad_value(
     "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on "

@@ -28,8 +28,13 @@ def updater_of(policy: Policy, config: Config) -> PolicyUpdater:
 def sampled_step_of(config: Config, session: Session) -> SampledStep:
     max_error_frac = config.reward_pool.max_error_frac
     sections = config.rollout, config.advantage, config.loss, config.training
-    share_prefixes = config.training.share_prefixes
-    rules = StepRules(*sections, max_error_frac, session.world_size, share_prefixes=share_prefixes)
+    rules = StepRules(
+        *sections,
+        max_error_frac,
+        session.world_size,
+        sequence_ranks=session.sequence_ranks,
+        share_prefixes=config.training.share_prefixes,
+    )
     return SampledStep(rules)
 
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_spmd.checks import memory
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.session import Session, policy_mesh
+from grpo_spmd.distributed.session import Session, policy_mesh, sequence_group
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.config_json import read_model
@@ -34,15 +34,18 @@ Figures = dict[str, int]  # bytes
 
 
 @contextmanager
-def lone_rank(num_ranks: int, num_replicas: int) -> Iterator[Session]:
+def lone_rank(num_ranks: int, num_replicas: int, sequence_ranks: int = 1) -> Iterator[Session]:
     """The first rank of so many, of which no other is there: its tensors are real, collectives do
     nothing. (With real
     ones gloo's threads free buffers that this thread allocated, and torch's account of it does not
     see that.)"""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    rank = sequence_ranks - 1  # the one whose slice has the most completion tokens
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         device = torch.device("cpu")
-        yield Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas))
+        group = sequence_group(device, sequence_ranks)
+        mesh = policy_mesh(device, num_replicas)
+        yield Session(rank, num_ranks, 0, device, mesh, sequence_group=group)
     finally:
         dist.destroy_process_group()
 
@@ -64,8 +67,8 @@ def measured(config: Config, session: Session) -> Figures:
             config.training,
             config.rollout.max_completion_tokens,
         )
-        _update(updater, [_batch([(2, 2)])])  # AdamW makes its moments
-        batch = _full_batch(config)
+        _update(updater, [_batch([(2, 2)], session.sequence_ranks)])  # AdamW makes its moments
+        batch = _full_batch(config, session.sequence_ranks)
         with record_function("mark:scoring"), torch.no_grad():
             policy(batch)
             cast(FSDPModule, policy).reshard()
@@ -107,16 +110,17 @@ def predicted(config: Config, num_ranks: int) -> Figures:
     }
 
 
-def _full_batch(config: Config) -> MicroBatch:
+def _full_batch(config: Config, num_slices: int) -> MicroBatch:
     number = config.micro_batch_tokens // config.max_rollout_tokens
-    return _batch([(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * number)
+    lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * number
+    return _batch(lengths, num_slices)
 
 
-def _batch(lengths: list[tuple[int, int]]) -> MicroBatch:
+def _batch(lengths: list[tuple[int, int]], num_slices: int) -> MicroBatch:
     rollouts = [
         Rollout(i, 1.0, True, [1] * p, [2] * c, [-1.0] * c) for i, (p, c) in enumerate(lengths)
     ]
-    batch = pack_rollouts(rollouts, torch.device("cpu"))
+    batch = pack_rollouts(rollouts, torch.device("cpu"), num_slices)
     batch.ref_logprobs = batch.rollout_logprobs
     return batch
 

@@ -10,14 +10,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import yaml
 
-from grpo_spmd.checks.memory import most_sequences
+from grpo_spmd.checks.memory import exchanged_bytes, most_sequences
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
+from grpo_spmd.distributed.collectives import exchange_blocks
+from grpo_spmd.model import sequence_parallel
 from grpo_spmd.model.config_json import ModelFacts, read_model
 from grpo_spmd.observe.cards import CARDS, Card, find_card, max_num_seqs, peak_tflops
 from grpo_spmd.tools.plan.__main__ import main
@@ -80,6 +84,7 @@ def tiny_config(
             "model.activation_checkpointing=true",
             "model.num_replicas=2",
         ],
+        ["model.sequence_parallel_size=2"],
     ],
 )
 def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(
@@ -90,10 +95,44 @@ def test_what_a_rank_holds_on_a_cpu_is_predicted_within_three_percent(
     five, or gradients of an earlier micro-batch left out, are 10 % and more."""
     config = tiny_config(tmp_path, *overrides)
     expected = predicted(config, 2)
-    with lone_rank(2, config.model.num_replicas) as session:
+    with lone_rank(2, config.model.num_replicas, config.model.sequence_parallel_size) as session:
         retained = measured(config, session)
     assert retained == pytest.approx(expected, rel=0.03)
     assert expected["update"] > 1.5 * expected["state"]
+
+
+def test_ranks_that_share_rows_hold_half_the_activations_and_send_what_is_predicted(
+    tmp_path: Path,
+) -> None:
+    """Activations of real tensors, counted by torch's allocator, and the bytes of every exchange of
+    blocks, of which one of two stays. With 4 ranks the 2 KV heads are repeated."""
+    activations = {}
+    for size in (1, 2, 4):
+        config = tiny_config(
+            tmp_path,
+            "training.max_tokens_per_micro_batch=2048",
+            f"model.sequence_parallel_size={size}",
+        )
+        sent: list[int] = []
+
+        def counted(blocks: Any, group: Any, sent: list[int] = sent, size: int = size) -> Any:
+            sent.append(blocks.nbytes * (size - 1) // size)
+            return exchange_blocks(blocks, group)
+
+        with (
+            patch.object(sequence_parallel, "exchange_blocks", counted),
+            lone_rank(4, 1, size) as session,
+        ):
+            retained = measured(config, session)
+        activations[size] = retained["update"] - retained["state"]
+        assert len(sent) == (0 if size == 1 else 2 * 5 * 7)
+        facts = read_model(config.model.path)
+        assert facts is not None
+        assert facts.dimensions is not None
+        # AdamW's first step is of 4 tokens; then there is a pass for scores, and two updates.
+        small, row = (exchanged_bytes(facts.dimensions, tokens, size, 4) for tokens in (4, 2048))
+        assert sum(sent) == 2 * small + 5 * row
+    assert activations[1] >= 1.8 * activations[2] >= 1.8 * 1.8 * activations[4]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -307,11 +308,15 @@ def test_a_plan_reads_as_the_nested_lists_that_it_is(seed: int) -> None:
 
 
 def _told(
-    sampled: list[tuple[int, int, float]], trained: list[tuple[int, int]], dropped: list[int]
+    sampled: list[tuple[int, int, float]],
+    trained: list[tuple[int, int]],
+    dropped: list[int],
+    num_groups: int = 2,
 ) -> list[str]:
-    """What rank 0 finds wrong, of a step of rollouts 0 to 3, when two ranks say this."""
+    """What rank 0 finds wrong, of a step of rollouts 0 to 3, when two ranks say this. `num_groups`
+    1: they share their rows."""
     none: Any = np.zeros(0)
-    plan = plan_batch([1] * 4, num_ranks=2, mini_batch_sizes=[4], max_tokens=4)
+    plan = plan_batch([1] * 4, num_ranks=num_groups, mini_batch_sizes=[4], max_tokens=4)
     rewards = np.array([0.1, math.nan, 2.0, 3.0])
     everything = StepDecision(
         np.array([5, 7]), rewards, none, none, plan, none, none, [], [], 0, 0, {}
@@ -337,3 +342,42 @@ def test_what_two_ranks_say_of_a_decision_by_hand() -> None:
     assert _told(sampled, [*trained[:3], (1, -1)], []) == [
         "rollouts [1] are trained on with other tokens, logprobs or advantages"
     ]
+
+
+def test_what_two_ranks_that_share_rows_say_by_hand() -> None:
+    sampled = [(2, 14, 2.0), (0, 11, 0.1), (3, 13, 3.0), (1, 12, math.nan)]
+    trained = [(i, name) for i, name, _ in sampled] * 2
+    assert _told(sampled, trained, [], num_groups=1) == []
+    # One of the two has none of rollout 1, or another.
+    assert _told(sampled, trained[:-1], [], num_groups=1) == ["rollouts [1] are not trained on"]
+    assert _told(sampled, [(2, 99), *trained[1:]], [], num_groups=1) == [
+        "rollouts [2] are trained on with other tokens, logprobs or advantages"
+    ]
+
+
+def test_ranks_that_share_rows_get_the_same_ones() -> None:
+    """Of 4 ranks two share each row: rank 0 plans for two, and a rollout goes to the first of its
+    ranks, 0 or 2."""
+    facts, rules = simulated_step(64, 4)
+    rank0_step = _Rank0Step(replace(rules, sequence_ranks=2))
+    rank0_step.add_round(facts, 64 // rules.rollout.group_size)
+    step = rank0_step.decide()
+    assert all(len(mini_batch) == 2 for mini_batch in step.plan)
+    groups: list[Any] = [[], [], [], []]
+    slots = np.split(step.slots, np.cumsum(step.num_groups)[:-1])
+    for number, local in enumerate(slots):
+        groups[number] = [
+            RolloutGroup(0, Prompt(int(slot), 0, [], "", {}), []) for slot in local.tolist()
+        ]
+    size = rules.rollout.group_size
+    decisions = [
+        decode_decision(message, local, size, None)
+        for message, local in zip(encode_decisions(step), groups, strict=True)
+    ]
+    for rank, decision in enumerate(decisions):
+        assert decision.rows == [mini_batch[rank // 2] for mini_batch in step.plan]
+        for i, trainer in decision.trained_by.items():
+            assert trainer in (0, 2)
+            assert any(i in row for rows in decisions[trainer].rows for row in rows)
+    ids = [i for decision in decisions for i in decision.trained_by]
+    assert sorted(ids) == list(range(64))

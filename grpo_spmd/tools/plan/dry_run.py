@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from grpo_spmd.config.schema import LossConfig, ModelConfig, OptimizerConfig, TrainingConfig
-from grpo_spmd.distributed.session import policy_mesh
+from grpo_spmd.distributed.session import policy_mesh, sequence_group
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model import lora
@@ -75,29 +75,29 @@ class Pass:
         """Returns (peaks by moment with `num_layers` layers, depth of the whole model)."""
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
-        policy = self._build_policy(shallow(hf_config, num_layers))
-        layers = list(decoder_layers(policy.model))
-        # The shapes before sharding, which gathered parameters and gradients have.
-        shapes = {tuple(parameter.shape) for parameter in policy.parameters()}
-        live = LiveBytes(shapes, hf_config.vocab_size, on_gpu=self.on_gpu)
-        mark(live, layers)
-        with (
-            fake_ranks(self.num_ranks, self.model.num_replicas) as mesh,
-            FakeTensorMode(allow_non_fake_inputs=True),
-            live,
-        ):
-            shard_over_ranks(policy, layers, mesh, DTYPES[self.model.dtype], reshard_root=False)
-            # Nothing is allocated, since the tensors are fake.
-            policy.to_empty(device="cpu")
-            policy.model.tie_weights()
-            state = live.live()
-            self._run_passes(policy, live)
+        sharing = self.model.sequence_parallel_size
+        # Of the ranks that share a row the last one has the most completion tokens.
+        with fake_ranks(self.num_ranks, self.model.num_replicas, rank=sharing - 1) as mesh:
+            group = sequence_group(torch.device("cpu"), sharing)
+            policy = self._build_policy(shallow(hf_config, num_layers), group)
+            layers = list(decoder_layers(policy.model))
+            # The shapes before sharding, which gathered parameters and gradients have.
+            shapes = {tuple(parameter.shape) for parameter in policy.parameters()}
+            live = LiveBytes(shapes, hf_config.vocab_size, on_gpu=self.on_gpu)
+            mark(live, layers)
+            with FakeTensorMode(allow_non_fake_inputs=True), live:
+                shard_over_ranks(policy, layers, mesh, DTYPES[self.model.dtype], reshard_root=False)
+                # Nothing is allocated, since the tensors are fake.
+                policy.to_empty(device="cpu")
+                policy.model.tie_weights()
+                state = live.live()
+                self._run_passes(policy, live)
         del live.peaks["built"], live.peaks["gradients"]
         for usage in live.peaks.values():
             usage.subtract(state)
         return live.peaks, depth
 
-    def _build_policy(self, hf_config: Any) -> Policy:
+    def _build_policy(self, hf_config: Any, group: dist.ProcessGroup | None) -> Policy:
         """Returns a policy without weights, built like in build_policy.
 
         It is not built under FakeTensorMode, because transformers reads the values of some tensors
@@ -113,7 +113,7 @@ class Pass:
             # Without triton on this machine the plain code is run, whose buffers are larger.
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
             logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
-            policy = Policy(hf_config, logits, attention, stored)
+            policy = Policy(hf_config, logits, attention, stored, group)
             if policy.saved:
                 # The implementation on a GPU. A loop over experts would need values, which fake
                 # tensors lack.
@@ -138,7 +138,7 @@ class Pass:
             Rollout(number, 1.0, True, [0] * prompt, [0] * completion, [0.0] * completion)
             for number, (prompt, completion) in enumerate(self.lengths)
         ]
-        batch = pack_rollouts(rollouts, torch.device("cpu"))
+        batch = pack_rollouts(rollouts, torch.device("cpu"), policy.sequence_ranks)
         if self.scores:
             live.begin("scoring: start")
             with torch.no_grad():
@@ -233,10 +233,10 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
 
 
 @contextmanager
-def fake_ranks(num_ranks: int, num_replicas: int) -> Iterator[DeviceMesh]:
-    """Returns a context manager that yields a mesh of `num_ranks` ranks. Only this rank exists, and
-    collectives do nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+def fake_ranks(num_ranks: int, num_replicas: int, rank: int = 0) -> Iterator[DeviceMesh]:
+    """Returns a context manager that yields a mesh of `num_ranks` ranks. Only this `rank` exists,
+    and collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)
     finally:

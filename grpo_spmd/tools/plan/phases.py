@@ -717,6 +717,9 @@ def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
     could_help = any(plan.phases[name]["logits"] > -GIB * plan.margin_of(name) for name in short)
     if could_help and model.logprob_chunk_tokens > _MIN_CHUNK:
         yield f"model.logprob_chunk_tokens={max(_MIN_CHUNK, model.logprob_chunk_tokens // 4)}"
+    for size in (2, 4, 8):
+        if size > model.sequence_parallel_size:
+            yield f"model.sequence_parallel_size={size}"
     budget = plan.case.config.micro_batch_tokens
     budgets = {max_tokens, *(max(max_tokens, budget // share) for share in (2, 4))}
     for tokens in sorted(budgets - {budget}, reverse=True):

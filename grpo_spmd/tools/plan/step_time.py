@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
     State,
+    exchanged_bytes,
     extra_passes,
     micro_batches_per_step,
     most_sequences,
@@ -138,7 +139,10 @@ def nccl_bytes(case: Case) -> int:
     """Returns the bytes of the trainer's and the engine's communicators on one rank."""
     # The trainer has a group of all ranks. With replicas it has two more: the ranks of a replica,
     # and the ranks with the same shard.
-    num_groups = (case.num_ranks > 1) + 2 * (case.config.model.num_replicas > 1)
+    # Ranks that share their rows have one more.
+    model = case.config.model
+    num_groups = (case.num_ranks > 1) + 2 * (model.num_replicas > 1)
+    num_groups += model.sequence_parallel_size > 1
     return NCCL * num_groups + TENSOR_PARALLEL * (case.config.rollout.engine_ranks > 1)
 
 
@@ -321,7 +325,16 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
     flops = forward_flops(work_of(case, has_lm_head=has_lm_head))
     gathers = case.num_micro_batches // case.config.training.num_epochs
     gather_s = case.speed.gather_s(case.model, case.itemsize)
-    return max(flops / case.speed.flops, gathers * gather_s)
+    return max(flops / case.speed.flops + exchange_s(case), gathers * gather_s)
+
+
+def exchange_s(case: Case) -> float:
+    """Returns the seconds that ranks which share their rows send queries, keys, values and outputs
+    of attention to each other, in a forward pass over all rollouts. Arithmetic waits for it."""
+    sharing = case.config.model.sequence_parallel_size
+    tokens = sharing * work_of(case, has_lm_head=False).tokens
+    sent = exchanged_bytes(case.sizes, tokens, sharing, case.itemsize)
+    return sent / Speed(case.card, sharing).link
 
 
 def _logits_s(case: Case, *, is_update: bool) -> float:
@@ -403,4 +416,6 @@ def _update_s(case: Case) -> float:
     moved = 2 * speed.gather_s(case.model, case.itemsize)
     moved += 0 if has_lora else speed.gather_s(case.model, 4)
     seconds = flops / speed.flops + _logits_s(case, is_update=True)
+    # Layers that are recomputed exchange once more; so does selective recomputation.
+    seconds += (2 + bool(model.recompute)) * exchange_s(case)
     return max(case.config.training.num_epochs * seconds, case.num_micro_batches * moved)

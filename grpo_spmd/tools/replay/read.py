@@ -40,6 +40,7 @@ _MAX_CHARS = 160
 # these keys changes what is computed.
 _ONE_PROCESS = (
     "model.num_replicas=1",
+    "model.sequence_parallel_size=1",
     "model.offload=false",
     "model.compile=false",
     "model.attention=auto",

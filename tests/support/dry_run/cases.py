@@ -30,7 +30,7 @@ from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.distributed.exit import Rank0Error
-from grpo_spmd.distributed.session import Session, policy_mesh
+from grpo_spmd.distributed.session import Session, policy_mesh, sequence_group
 from grpo_spmd.distributed.store import open_store
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
@@ -84,14 +84,20 @@ class Trials:
         install_vllm()
 
     def session(
-        self, num_ranks: int = 1, num_replicas: int = 1, device: torch.device | None = None
+        self,
+        num_ranks: int = 1,
+        num_replicas: int = 1,
+        device: torch.device | None = None,
+        sequence_ranks: int = 1,
     ) -> Session:
         """Of rank 0, in a new process group."""
         device = device or self.cuda.device
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
-        return Session(0, num_ranks, 0, device, policy_mesh(device, num_replicas))
+        mesh = policy_mesh(device, num_replicas)
+        group = sequence_group(device, sequence_ranks)
+        return Session(0, num_ranks, 0, device, mesh, sequence_group=group)
 
     @contextmanager
     def attention(self, backend: str) -> Iterator[Config]:
@@ -158,7 +164,13 @@ class Trials:
         for variant, changes in VARIANTS.items():
             config = with_model(self.config, **changes)
             result[variant] = update_figures(
-                config, self.session(2, config.model.num_replicas), self.cuda
+                config,
+                self.session(
+                    2,
+                    config.model.num_replicas,
+                    sequence_ranks=config.model.sequence_parallel_size,
+                ),
+                self.cuda,
             )
         return result
 

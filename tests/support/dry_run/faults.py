@@ -65,8 +65,8 @@ def wrong_dtype_into_varlen(trials: Trials) -> None:
 
 def wide_bounds_into_varlen(trials: Trials) -> None:
     class Wide(PackedLayout):
-        def __init__(self, *inputs: Any) -> None:
-            super().__init__(*inputs)
+        def __init__(self, *inputs: Any, **options: Any) -> None:
+            super().__init__(*inputs, **options)
             starts = self.bounds[0].long()
             self.bounds = (starts, starts, *self.bounds[2:])
 

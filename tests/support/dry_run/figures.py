@@ -32,6 +32,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "activation_checkpointing": "selective",
     },
     "replicas": {"num_replicas": 2},
+    "shared rows": {"sequence_parallel_size": 2},
 }
 
 
@@ -40,6 +41,7 @@ def micro_batch(
     max_length: int = 99,
     *,
     is_routed: bool = False,
+    num_slices: int = 1,
     prefix_tokens: int = 0,
     shares_prefixes: bool = False,
 ) -> MicroBatch:
@@ -69,7 +71,7 @@ def micro_batch(
         rollouts.append(
             Rollout(number, advantage, True, ids[:prompt], ids[prompt:], logprobs, segments)
         )
-    return pack_rollouts(rollouts, device, shares_prefixes=shares_prefixes)
+    return pack_rollouts(rollouts, device, num_slices, shares_prefixes=shares_prefixes)
 
 
 def with_model(config: Config, **changes: Any) -> Config:
@@ -87,7 +89,8 @@ def update_figures(config: Config, session: Session, meter: Meter) -> dict[str, 
     gc.collect()
     with meter.measure() as result["build"]:
         policy = build_policy(config.model, config.rollout.temperature, session)
-    batch, updater = micro_batch(session.device), updater_of(policy, config)
+    batch = micro_batch(session.device, num_slices=session.sequence_ranks)
+    updater = updater_of(policy, config)
     for tensor in vars(batch).values():
         if isinstance(tensor, Tensor):
             tensor.view(tensor.shape)  # known to the meter from here on, wherever it was made

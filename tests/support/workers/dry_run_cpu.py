@@ -12,7 +12,7 @@ from pathlib import Path
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
-from grpo_spmd.distributed.session import end_session, policy_mesh, start_session
+from grpo_spmd.distributed.session import end_session, policy_mesh, sequence_group, start_session
 from tests.support.dry_run.device import Recorder
 from tests.support.dry_run.figures import VARIANTS, update_figures, with_model
 
@@ -23,8 +23,9 @@ def main() -> None:
         for variant, changes in VARIANTS.items():
             changed = with_model(config, **changes)
             mesh = policy_mesh(session.device, changed.model.num_replicas)
+            group = sequence_group(session.device, changed.model.sequence_parallel_size)
             result[variant] = update_figures(
-                changed, dataclasses.replace(session, mesh=mesh), meter
+                changed, dataclasses.replace(session, mesh=mesh, sequence_group=group), meter
             )
     if session.is_rank0:
         Path(sys.argv[2]).write_text(json.dumps(result))
