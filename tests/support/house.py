@@ -51,7 +51,7 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 27_700,
+    "model": 27_750,
     "learn": 19_450,
     "proofs": 18_600,
     "observe": 21_250,
