@@ -1,7 +1,7 @@
 """Whether `rollout.speculation: auto` changes anything but time, and what it saves: trainings with
 and without it, in turn, with the real vLLM.
 
-    benchmarks/run.sh speculation [--only WORDS ...] [--json FILE]     about 25 minutes on 2 cores
+    benchmarks/run.sh speculation [--only WORDS ...] [--json FILE]     about 30 minutes on 2 cores
 
 Each row is a case of 20 steps, or of three epochs of 8 steps where its name says so. "differ" names
 what is not equal to the bit: metrics (but times, memory and speculation's own), sampled tokens and
