@@ -38,7 +38,7 @@ from grpo_spmd.learn.advantages import gae_advantages
 from grpo_spmd.learn.balance import plan_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model import values as model_values
+from grpo_spmd.model import attention
 from grpo_spmd.model.attention import PackedLayout
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import build_policy, build_reference
@@ -406,7 +406,7 @@ def faults(trials: Trials) -> int:
         within=patch.object(ValueModel, "forward", shifted),
     )
     neighbours = patch.object(
-        model_values, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+        attention, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
     )
     sees("a value compared with that of a plain forward pass", within=neighbours)
     sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))

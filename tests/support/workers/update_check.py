@@ -30,6 +30,7 @@ from grpo_spmd.learn import assemble, losses, sampled_step
 from grpo_spmd.learn import update as learn_update
 from grpo_spmd.learn.assemble import episode_rollout
 from grpo_spmd.learn.update import UpdateObserver, attach_logprobs
+from grpo_spmd.model import attention
 from grpo_spmd.model import optimizer as model_optimizer
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
@@ -342,7 +343,7 @@ def faults(trials: Trials) -> int:
     )
     sees("the term 'loss' of the loss", within=unweighted)
     neighbours = patch.object(
-        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+        attention, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
     )
     sees("the logprob of a token", within=neighbours)
     averaged = trials.build(config)
@@ -544,7 +545,7 @@ def faults_of_episodes(trials: Trials) -> int:
 
     sees(alternative, within=patch.object(assemble, "decode_rollouts", swapped))
     neighbours = patch.object(
-        model_policy, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
+        attention, "PackedLayout", lambda lengths, *rest: PackedLayout([sum(lengths)], *rest)
     )
     sees("the logprob of a token", within=neighbours)
 
