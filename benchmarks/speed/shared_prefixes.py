@@ -6,8 +6,8 @@ long as their mean. Both updates are PolicyUpdater's over the rows that the plan
 included, of rows of at most 4,096 tokens. Loss and gradient norm of the first update are checked to
 agree. One thread; every round runs each row once. `tokens_less` is the tokens of the plain rows
 over those that are read, `faster` the time of plain rows over that of the row in the same round
-(median, min, max). `auto` is the default: it shares where it counts that this is cheaper, and
-`shares` says whether it did.
+(median, min, max). `auto_shares` says whether the default, `auto`, counts that sharing is cheaper
+and so makes the shared row's update, or the plain one's.
 
     benchmarks/run.sh shared_prefixes [--json FILE]
 """
@@ -34,18 +34,17 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.demo.making import model_config
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.balance import StepTokens, attention_cost_ratio, plan_step
+from grpo_spmd.learn.balance import StepPlan, StepTokens, attention_cost_ratio, plan_step
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch
 
-_ROUNDS = 5
+_ROUNDS = 3
 # Tokens of a prompt and of a completion, on average.
 _SHAPES = ((400, 100), (200, 200), (40, 400))
 _GROUP_SIZES = (8, 16)
 _NUM_GROUPS = 2
 Initial = dict[str, tuple[float, float]]  # loss and gradient norm
-_SHARE: tuple[bool | Literal["auto"], ...] = (False, True, "auto")
 
 
 def main() -> None:
@@ -93,27 +92,28 @@ def _made_groups(
 def _compare(
     config: Config, session: Session, rollouts: list[Rollout], group_size: int, *, ratio: float
 ) -> Iterator[Row]:
-    """A row for each of _SHARE."""
-    made = [_SharedUpdate(config, session, rollouts, share) for share in _SHARE]
-    updates: dict[str, Update] = {
-        str(share): update.run for share, update in zip(_SHARE, made, strict=True)
+    """A row of the plain update and one of the shared update."""
+    made = {
+        name: _SharedUpdate(config, session, rollouts, group_size, shares=name == "shared")
+        for name in ("plain", "shared")
     }
+    updates: dict[str, Update] = {name: update.run for name, update in made.items()}
     seconds, initial = _time_in_turn(updates)
-    loss, norm = initial["False"]
+    loss, norm = initial["plain"]
     tokens = sum(rollout.num_tokens for rollout in rollouts)
-    for share, update in zip(map(str, _SHARE), made, strict=True):
-        assert abs(initial[share][0] / loss - 1) < 1e-5, (share, initial)
-        assert abs(initial[share][1] / norm - 1) < 1e-5, (share, initial)
+    for name, update in made.items():
+        assert abs(initial[name][0] / loss - 1) < 1e-5, (name, initial)
+        assert abs(initial[name][1] / norm - 1) < 1e-5, (name, initial)
         yield {
             "ratio": ratio,
             "group_size": group_size,
-            "share_prefixes": share,
+            "update": name,
             "tokens": tokens,
-            "shares": any(row.tree is not None for row in update.rows),
+            "auto_shares": update.plan("auto").shares_prefixes,
             "rows": len(update.rows),
             "tokens_less": tokens / update.num_forwarded_tokens,
-            "seconds": statistics.median(seconds[share]),
-            **spread("faster", ratios(seconds["False"], seconds[share])),
+            "seconds": statistics.median(seconds[name]),
+            **spread("faster", ratios(seconds["plain"], seconds[name])),
         }
 
 
@@ -139,11 +139,14 @@ class _SharedUpdate:
         config: Config,
         session: Session,
         rollouts: list[Rollout],
-        share: bool | Literal["auto"],
+        group_size: int,
+        *,
+        shares: bool,
     ) -> None:
         self._session = session
         self._rollouts = rollouts
-        self._share = share
+        self._group_size = group_size
+        self._shares = shares
         policy = build_policy(config.model, config.rollout.temperature, session)
         max_length = config.rollout.max_completion_tokens
         self._updater = PolicyUpdater(
@@ -157,20 +160,23 @@ class _SharedUpdate:
     def num_forwarded_tokens(self) -> int:
         return sum(len(row.input_ids if row.tree is None else row.tree.tokens) for row in self.rows)
 
-    def run(self) -> tuple[float, float]:
-        """Returns loss and gradient norm of one update."""
+    def plan(self, share_prefixes: bool | Literal["auto"]) -> StepPlan:
         rollouts = self._rollouts
         tokens = np.array([rollout.num_tokens for rollout in rollouts])
-        prompts = [len(rollout.prompt_ids) for rollout in rollouts]
-        group_size = len(rollouts) // _NUM_GROUPS
-        step_plan = plan_step(
-            StepTokens(tokens, tokens, np.array(prompts[::group_size])),
-            self._share,
+        prompts = np.array([len(rollout.prompt_ids) for rollout in rollouts])
+        return plan_step(
+            StepTokens(tokens, tokens, prompts[:: self._group_size]),
+            share_prefixes,
             self._cost_ratio,
             num_ranks=1,
             mini_batch_sizes=[len(rollouts)],
             max_tokens=self._max_tokens,
         )
+
+    def run(self) -> tuple[float, float]:
+        """Returns loss and gradient norm of one update."""
+        rollouts = self._rollouts
+        step_plan = self.plan(self._shares)
         self.rows = [
             pack_rollouts(
                 [rollouts[i] for i in row],

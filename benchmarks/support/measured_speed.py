@@ -151,22 +151,20 @@ def update(record: Record) -> Iterator[Line]:
 
 
 def shared_prefixes(record: Record) -> Iterator[Line]:
-    rows = record.run("shared_prefixes", "ratio", "group_size", "share_prefixes")
-    for (ratio, group_size), case_values in _by(rows, "ratio", "group_size"):
-        pieces = []
-        for row in case_values:
-            if row["share_prefixes"] != "False":
-                name = "auto" if row["share_prefixes"] == "auto" else "true"
-                shared = "" if row["shares"] else ", which shares nothing"
-                pieces.append(
-                    f"{name}{shared}: {figure(row.number('tokens_less'))} times fewer tokens, "
-                    f"{spread(row, 'faster')} times faster"
-                )
+    rows = record.run("shared_prefixes", "ratio", "group_size", "update")
+    for (ratio,), ratio_values in _by(rows, "ratio"):
+        pieces = [
+            f"groups of {row['group_size']}: {figure(row.number('tokens_less'))} times fewer "
+            f"tokens, {spread(row, 'faster')} times faster, and auto "
+            f"{'shares' if row['auto_shares'] else 'does not share'}"
+            for row in ratio_values
+            if row["update"] == "shared"
+        ]
         label = (
-            f"an update with shared prefixes, prompts {figure(ratio)} times as long as their "
-            f"completions, groups of {group_size}: beside plain rows"
+            f"an update with shared prefixes beside plain rows, prompts {figure(ratio)} times as "
+            "long as their completions"
         )
-        yield Line(label, "; ".join(pieces), case_values)
+        yield Line(label, "; ".join(pieces), ratio_values)
 
 
 def balance(record: Record) -> Iterator[Line]:

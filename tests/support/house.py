@@ -51,26 +51,26 @@ ROOM_TOKENS = {
     "distributed": 15_400,
     "data": 9_250,
     "rewards": 29_520,
-    "model": 28_000,
+    "model": 29_000,
     "learn": 19_450,
     "proofs": 18_800,
     "observe": 21_250,
-    "engine": 21_650,
+    "engine": 21_800,
     "episodes": 25_000,
     "rollout": 10_000,
     "checkpoint": 10_150,
     "diagnosis": 11_250,
-    "checks": 18_550,
+    "checks": 18_800,
     "signals": 14_900,
-    "parts": 3_900,
+    "parts": 4_150,
     "loop": 800,
     "train": 600,
     "demo": 5_600,
-    "tools": 59_060,
+    "tools": 59_300,
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 232
+MOST_FILES = 234
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25

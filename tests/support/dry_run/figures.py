@@ -49,11 +49,11 @@ def micro_batch(
     `prefix_tokens`: all prompts begin with so many equal tokens."""
     prefix = [(5 * position) % 90 + 1 for position in range(prefix_tokens)]
     rollouts = []
-    for number, (own, completion) in enumerate(LENGTHS):
-        prompt = prefix_tokens + own
+    for number, (suffix, completion) in enumerate(LENGTHS):
+        prompt = prefix_tokens + suffix
         ids = prefix + [
             (7 * number + position) % 90 + 1
-            for position in range(own + min(completion, max_length))
+            for position in range(suffix + min(completion, max_length))
         ]
         advantage, logprobs = (
             (-1.0) ** number,
