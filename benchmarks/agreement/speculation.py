@@ -9,7 +9,8 @@ everything else in the rollout dumps, or the parameters at the end. "accepted" i
 checked drafts that were what was sampled, "steps saved" that of engine steps by the run's own
 estimate, "drafted" the checked drafts a step, all as means over the steps, in epochs by epoch.
 "time" is the time of a step's rollout phase with speculation over that without it: the median over
-steps, and with epochs over three pairs of runs that took turns. The exit code is 1 if anything differs.
+steps, and with epochs over three pairs of runs that took turns. The exit code is 1 if anything
+differs.
 """
 
 from __future__ import annotations
