@@ -160,13 +160,13 @@ class StepCost:
         self._sums = [self._DECAY * old + new for old, new in zip(self._sums, values, strict=True)]
 
     def base_rows(self) -> float:
-        """Returns how many rows cost as much as a step without any, between 1 and 1,000; 0 while
-        steps of different sizes are lacking."""
+        """Returns how many rows cost as much as a step without any, between 1 and 1,000; 16 while
+        steps of different sizes are lacking, which drafts will bring."""
         count, rows, seconds, squares, products = self._sums
         variance = count * squares - rows * rows
         # 10 steps, and a standard deviation of one row.
         if count < 10 or variance < count * count:
-            return 0.0
+            return 16.0
         slope = (count * products - rows * seconds) / variance
         base = (seconds - slope * rows) / count
         return 1000.0 if base > 1000 * slope else max(1.0, base / slope)

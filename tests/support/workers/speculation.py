@@ -42,8 +42,7 @@ def main() -> None:
     session = start_session()
     engine = RolloutEngine(config.model, config.rollout, config.max_rollout_tokens, session, [0])
     if engine._speculation is not None:
-        # Otherwise the first steps of a short run have no drafts. The ranks measure different
-        # times.
+        # More drafts than a short run would have. The ranks measure different times.
         engine._speculation._cost.base_rows = lambda: 60.0 + 500 * session.rank  # type: ignore[method-assign]
     num_preempted = count_preemptions(engine)
     policy = build_policy(config.model, config.rollout.temperature, session)
