@@ -296,13 +296,14 @@ def remedies(
     smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({mib})"
     fewer_replicas = ", or fewer of model.num_replicas" if model.num_replicas > 1 else ""
     more_ranks = f"more ranks{fewer_replicas}, so that each holds less of the model"
+    sharing = f"a larger model.sequence_parallel_size ({model.sequence_parallel_size})"
     by_phase = {
         "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
         "eval": [smaller_engine, offload, fewer_requests],
         "rollout": [smaller_engine, offload, fewer_requests],
         "reward": [f"lower reward_pool.num_workers ({num_workers})"],
-        "logprobs": [fewer_tokens, smaller_chunks, more_ranks],
-        "update": [fewer_tokens, recompute, smaller_chunks, more_ranks],
+        "logprobs": [fewer_tokens, smaller_chunks, sharing, more_ranks],
+        "update": [fewer_tokens, recompute, smaller_chunks, sharing, more_ranks],
         "checkpoint": [fewer_tokens, more_ranks],
     }
     return {
