@@ -408,7 +408,7 @@ def faults(trials: Trials) -> int:
     neighbours = patch.object(
         model_attention,
         "PackedLayout",
-        lambda lengths, *rest, **group: PackedLayout([sum(lengths)], *rest, **group),
+        lambda lengths, *rest, tree=None, **group: PackedLayout([sum(lengths)], *rest, **group),
     )
     sees("a value compared with that of a plain forward pass", within=neighbours)
     sees("the returns of rollout", within=patch.object(assemble, "decode_rollouts", mixed))

@@ -98,6 +98,9 @@ def _routes(kind: str, token_ids: Any, rng: random.Random, model: Any) -> Any:
 
 def main() -> None:
     config, reference_model, out = load_config(sys.argv[1]), sys.argv[2], sys.argv[3]
+    # Rows with routes share no prefixes.
+    training = dataclasses.replace(config.training, share_prefixes=False)
+    config = dataclasses.replace(config, training=training)
     session = start_session()
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         config.model.path, dtype=torch.float32

@@ -345,7 +345,7 @@ def faults(trials: Trials) -> int:
     neighbours = patch.object(
         model_attention,
         "PackedLayout",
-        lambda lengths, *rest, **group: PackedLayout([sum(lengths)], *rest, **group),
+        lambda lengths, *rest, tree=None, **group: PackedLayout([sum(lengths)], *rest, **group),
     )
     sees("the logprob of a token", within=neighbours)
     averaged = trials.build(config)
@@ -549,7 +549,7 @@ def faults_of_episodes(trials: Trials) -> int:
     neighbours = patch.object(
         model_attention,
         "PackedLayout",
-        lambda lengths, *rest, **group: PackedLayout([sum(lengths)], *rest, **group),
+        lambda lengths, *rest, tree=None, **group: PackedLayout([sum(lengths)], *rest, **group),
     )
     sees("the logprob of a token", within=neighbours)
 
