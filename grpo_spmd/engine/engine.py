@@ -555,7 +555,7 @@ class RolloutEngine:
                     hooks.before_step()
                 start_s = time.perf_counter()
                 outputs = self._engine.step() if conversations.running else []
-                if speculation is not None:
+                if speculation is not None and conversations.running:
                     speculation.end_step(time.perf_counter() - start_s)
                 just_finished = []
                 for output in outputs:
