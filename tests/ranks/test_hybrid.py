@@ -25,6 +25,7 @@ from tests.ranks.test_partition import (
     relative_difference,
 )
 from tests.support.models import HYBRIDS, make_model, make_multimodal, write_config
+from tests.support.nightly import selected_values
 from tests.support.ranks import RanksJob, run_worker, train
 from tests.support.workers.hybrid import STATE_PARAMETERS
 from tests.support.workers.update import REPLICATED, with_setting
@@ -153,7 +154,9 @@ def test_float32_is_refused_where_the_engine_cannot_compute_it(tmp_path: Path) -
 
 
 @pytest.fixture(scope="module")
-def updates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[int, Results]]:
+def updates(
+    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Path, Path, dict[int, Results]]:
     folder = tmp_path_factory.mktemp("updates")
     make_model(folder / "model", "qwen3_5_text", tied=True)
     make_model(folder / "reference", "qwen3_5_text", tied=True, seed=1)
@@ -161,7 +164,7 @@ def updates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[
     results = {}
     for num_ranks in (1, 2):
         files = str(config), str(folder / "reference"), str(folder / f"{num_ranks}.pt")
-        run_worker(num_ranks, "update", *files, "as configured", SEVERAL_STEPS)
+        run_worker(num_ranks, "update", *files, *selected_values(request, "setting"))
         results[num_ranks] = torch.load(folder / f"{num_ranks}.pt", weights_only=True)
     return folder, config, results
 

@@ -852,7 +852,7 @@ for engine, *says in (
     ("convert: embed", "convert: the engine is only used to generate"),
     (
         "speculative_config: {method: ngram}",
-        "speculative_config: with drafts the engine has weights that no sync",
+        "speculative_config: with a draft model the engine has weights that no sync",
     ),
     ("cpu_offload_gb: 4", "cpu_offload_gb: the weight sync writes weights on the device"),
     ("tokenizer_mode: quick", "tokenizer_mode: the engine gets and gives token ids"),

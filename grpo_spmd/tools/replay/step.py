@@ -353,6 +353,7 @@ class _EngineAsPolicy(Policy):
     def __init__(self) -> None:
         # Policy.__init__ is skipped, since there is no model.
         nn.Module.__init__(self)
+        self.sequence_group = None  # no other rank shares its rows
         # An optimizer needs at least one parameter.
         self.zero = nn.Parameter(torch.zeros(1))
 
