@@ -231,6 +231,8 @@ class _RequestState:
     """How many steps the engine had made when it was added."""
     start: int = 0
     """How many steps the engine made before the first one with this request."""
+    num_idle: int = 0
+    """How many of these steps came after the last one that finished a request."""
     num_running: int = 0
     """How many requests ran then, with itself and those added before it."""
     num_steps: int = 0
@@ -269,6 +271,8 @@ class Speculation:
         self._conversations: dict[ConversationId, _Conversation] = {}
         self._indices: dict[bytes, NgramIndex] = {}
         self._num_steps = 0
+        # The steps made when a request was last finished.
+        self._last_end = 0
         # The rows of the current step, 0 if it has prompts.
         self._num_rows = 0
 
@@ -303,6 +307,7 @@ class Speculation:
         for number, new_request in enumerate(new_requests, start=1):
             request = self._request(new_request.req_id)
             request.start = self._num_steps
+            request.num_idle = self._num_steps - self._last_end
             request.num_running = num_before + number
 
     def _request(self, internal_id: str) -> _RequestState:
@@ -349,7 +354,7 @@ class Speculation:
         """Takes the completion of a finished request."""
         request = self._requests[request_id]
         request.num_tokens = len(token_ids)
-        request.end = self._num_steps
+        self._last_end = request.end = self._num_steps
         conversation = request.conversation
         if conversation.prompt in self._indices:
             text = [*prompt_ids, *token_ids]
@@ -369,24 +374,23 @@ class Speculation:
     def _count_saved_steps(self) -> None:
         """Compares the steps with those of a run without drafts. There a request takes one step
         more for each accepted draft. It is added as many steps as here after its conversation's
-        last turn, and begins as many after the end of the request whose place it takes. Without
+        last turn, and begins as many after a request has ended whose place it takes. Without
         accepted drafts all ends are those of this run, so that no step is saved."""
-        # (plain end, end) of each request whose place none has taken, and of the one that lost its
-        # place last.
-        ends: list[tuple[int, int]] = []
-        plain_end = end = num_plain = 0
+        # Where the requests end whose place none has taken, and the one that lost its place last.
+        ends: list[int] = []
+        freed = num_plain = 0
         for request in sorted(self._requests.values(), key=lambda request: request.start):
             while len(ends) >= request.num_running:
-                plain_end, end = heapq.heappop(ends)
+                freed = heapq.heappop(ends)
             conversation = request.conversation
             plain_start = max(
-                plain_end + max(0, request.start - end),
+                freed + request.num_idle,
                 conversation.plain_end + request.num_before - conversation.end,
             )
             num_saved = request.num_tokens - request.num_steps
             conversation.end = request.end
             conversation.plain_end = plain_start + request.end - request.start + num_saved
-            heapq.heappush(ends, (conversation.plain_end, conversation.end))
+            heapq.heappush(ends, conversation.plain_end)
             num_plain = max(num_plain, conversation.plain_end)
         self._saved_steps = self._saved_steps.merge(Mean(num_plain - self._num_steps, num_plain))
 
@@ -443,9 +447,9 @@ class Speculation:
             index.last_step = self._num_steps
             # The tokens that the index lacks, and those that it needs as their context.
             num_tokens = int(num_tokens_no_spec[row])
-            first = max(0, min(conversation.num_indexed, num_tokens) - _ORDERS[0])
-            tokens = token_ids_cpu[row, first:num_tokens].tolist()
-            index.add(tokens, conversation.num_indexed - first)
+            start = max(0, min(conversation.num_indexed, num_tokens) - _ORDERS[0])
+            tokens = token_ids_cpu[row, start:num_tokens].tolist()
+            index.add(tokens, conversation.num_indexed - start)
             conversation.num_indexed = max(conversation.num_indexed, num_tokens)
             drafts[row], request.probabilities = index.draft(
                 tokens, min(limit, MOST_DRAFTS), least / trust
