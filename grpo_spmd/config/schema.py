@@ -196,7 +196,8 @@ class RolloutConfig:
     """fraction of the GPU's memory that the engine may use (GPU only)"""
     speculation: Literal["auto"] | None = None
     """auto: the engine checks drafts from texts of the same prompt where that pays, several places
-    in a step; tokens and logprobs are those of a run without (CPU only)"""
+    in a step, each with the noise of a run without; tokens are the same too where kernels do not
+    round by the number of rows, else but for near ties (CPU only)"""
     schedule: Literal["shared_queue", "static"] = "shared_queue"
     """shared_queue: an engine that has room takes the next group, those expected to be longest
     first; static: each engine gets a fixed share"""

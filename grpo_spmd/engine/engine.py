@@ -13,7 +13,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -494,10 +494,11 @@ class RolloutEngine:
             self._recorder.clear()
         conversations = Conversations(hooks, self._group, self.engine_rank)
         speculation = self._speculation
+        generation: AbstractContextManager[None] = nullcontext()
         if speculation is not None:
             # It comes from times, which differ between ranks, and all ranks must draft alike.
             base_rows = speculation.base_rows
-            speculation.begin(
+            generation = speculation.generation(
                 base_rows() if self._group is None else on_first_in_group(base_rows, self._group),
                 conversations.running,
             )
@@ -516,7 +517,7 @@ class RolloutEngine:
             leave=False,
             disable=True if self._session.rank else None,
         )
-        with isolated(), stance, bar as progress:
+        with isolated(), stance, generation, bar as progress:
             while True:
                 # vLLM lets requests wait if the KV cache has no room for them, even below
                 # max_num_seqs. As long as some wait, leave the next batches to other engines.
@@ -533,8 +534,6 @@ class RolloutEngine:
                 self._add_requests(conversations.take_late_requests())
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
-                    if speculation is not None:
-                        speculation.end()
                     return conversations.finished()
                 # While no request runs, each turn of this loop waits a long time for late requests,
                 # and `num_steps` stands still. Pass 0, for which the ranks always agree.
@@ -634,7 +633,7 @@ class RolloutEngine:
             # greedy decoding.
             self._sampling.add((params.temperature, params.top_p))
             if self._speculation is not None:
-                self._speculation.add_request(request_id, request.prompt_ids)
+                self._speculation.add_request(request_id, request)
             self._engine.add_request(
                 request_id,
                 {"prompt_token_ids": request.prompt_ids},

@@ -45,6 +45,8 @@ class Request:
     top_p: float = 1.0
     ends_at_stops: bool = True
     """True if the strings in `rollout.stop` end the completion, as stop tokens always do."""
+    prompt_recurs: bool = True
+    """False if the prompt will not come again, so that nothing needs to be kept for it."""
 
 
 def policy_request(

@@ -1,10 +1,11 @@
-"""Speculation that changes no token (`rollout.speculation`): drafts from texts of the same prompt,
-and the sampler that checks them.
+"""Speculation with the noise of a run without it (`rollout.speculation`): drafts from texts of the
+same prompt, and the sampler that checks them.
 
 vLLM computes the logits after a request's last token and after each of its drafts in one step.
 CoupledSampler samples every one of these places as a run without drafts would, with the request's
 own generator, and keeps the tokens up to the first that differs from its draft. Drafts thus decide
-how many tokens a step brings, and never which.
+how many tokens a step brings. They decide which only through the last bits of logits, where a
+kernel rounds by the number of rows that it computes at once, as by the requests in the batch.
 
 Drafts come from n-grams of the texts of one prompt: the siblings' completions, those of earlier
 generations (an epoch ago, or in the last evaluation), and the request's own tokens. They are kept
@@ -13,26 +14,37 @@ in memory alone, so that a resumed run begins without them.
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.reductions import Mean, Reductions, Sum
-from grpo_spmd.engine.requests import ConversationId
+from grpo_spmd.engine.requests import ConversationId, Request
 
-MOST_DRAFTS = 8
-"""Most drafts of one request in a step."""
+MOST_DRAFTS = 7
+"""Most drafts of one request in a step. vLLM's CPU attention (0.32) rounds 9 rows of a request
+otherwise than one from about 850 tokens on; trials with 3 to 8 rows saw no difference."""
 # The lengths of the contexts that predict a token, the longest first.
 _ORDERS = (6, 3, 1)
-# Bounds of the texts in memory: of one prompt, and the tokens of all prompts (128 MiB).
+# Bounds of the texts in memory: of one prompt, and the tokens of all prompts (128 MiB). A text
+# counts as so many tokens more, for itself and for its prompt.
 _MOST_TEXTS = 16
 _MOST_TOKENS = 1 << 25
+_TEXT_OVERHEAD = 300
+# Bounds of the indices, which take 1 KiB a token: their number, the tokens that one counts before
+# it drafts (a third of a second), and those that it ever counts.
+_MOST_INDICES = 16
+_FIRST_TOKENS = 1 << 14
+_INDEXED_TOKENS = 1 << 15
 # Drafts that count as accepted as predicted before any has been checked.
 _PRIOR_DRAFTS = 8.0
 
@@ -53,8 +65,16 @@ def speculation_options() -> dict[str, Any]:
 
 
 def attach_speculation(llm: Any) -> Speculation:
-    """Returns the Speculation that vLLM has made, at work in its model runner."""
+    """Returns the Speculation that vLLM has made, at work in its model runner.
+
+    Raises ConfigError if that runner does not check drafts with vLLM's RejectionSampler."""
     runner = llm.collective_rpc(lambda worker: worker.model_runner)[0]
+    sampler = type(getattr(runner, "rejection_sampler", None)).__name__
+    if sampler != "RejectionSampler":
+        raise ConfigError(
+            "rollout.speculation: auto stands in for the RejectionSampler of vLLM's V1 model "
+            f"runner, and {type(runner).__name__} has {sampler}; leave it out"
+        )
     speculation: Speculation = runner.drafter
     speculation.attach(runner)
     return speculation
@@ -67,10 +87,15 @@ class NgramIndex:
         # By context: the number of its occurrences, the most frequent next token, and how often
         # each token came next.
         self._entries: dict[tuple[int, ...], list[Any]] = {}
+        self._num_free = _INDEXED_TOKENS
+        self.last_step = 0
+        """The engine step that last used it."""
 
     def add(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Counts the tokens from position `start` on."""
-        for position in range(start, len(tokens)):
+        """Counts the tokens from position `start` on, while the index has room."""
+        positions = range(start, len(tokens))[: self._num_free]
+        self._num_free -= len(positions)
+        for position in positions:
             token = tokens[position]
             for order in _ORDERS:
                 if order > position:
@@ -84,24 +109,27 @@ class NgramIndex:
                 if counts[token] >= counts[entry[1]]:
                     entry[1] = token
 
-    def draft(self, context: Sequence[int], limit: int, least: float) -> tuple[list[int], float]:
-        """Returns at most `limit` tokens that are likely to follow `context`, and how many of them
-        are expected to be accepted.
+    def draft(
+        self, context: Sequence[int], limit: int, least: float
+    ) -> tuple[list[int], list[float]]:
+        """Returns at most `limit` tokens that are likely to follow `context`, and the probability
+        that each is accepted.
 
         A draft is accepted if all before it are. Drafts end where the probability of that falls
         below `least`."""
         text = list(context[-_ORDERS[0] :])
-        probability, expected = 1.0, 0.0
+        probability = 1.0
+        probabilities: list[float] = []
         drafts: list[int] = []
         while len(drafts) < limit:
             share, token = max(self._predictions(text), default=(0.0, 0))
             probability *= share
             if probability < least or not share:
                 break
-            expected += probability
+            probabilities.append(probability)
             drafts.append(token)
             text.append(token)
-        return drafts, expected
+        return drafts, probabilities
 
     def _predictions(self, text: Sequence[int]) -> Iterator[tuple[float, int]]:
         """Yields (estimated probability, token) by each length of context."""
@@ -113,8 +141,8 @@ class NgramIndex:
 
 
 class TextMemory:
-    """The newest completions of each prompt, bounded in tokens; the prompts sampled longest ago go
-    first."""
+    """The newest completions of each prompt, bounded in bytes; the prompts sampled longest ago go
+    first. A prompt stands there by its digest."""
 
     def __init__(self, most_tokens: int = _MOST_TOKENS) -> None:
         self._texts: OrderedDict[bytes, deque[array[int]]] = OrderedDict()
@@ -125,18 +153,23 @@ class TextMemory:
         texts = self._texts.setdefault(prompt, deque())
         self._texts.move_to_end(prompt)
         texts.append(array("i", tokens))
-        self._num_free -= len(tokens)
+        self._num_free -= len(tokens) + _TEXT_OVERHEAD
         if len(texts) > _MOST_TEXTS:
-            self._num_free += len(texts.popleft())
+            self._num_free += len(texts.popleft()) + _TEXT_OVERHEAD
         while self._num_free < 0 and self._texts:
             _, oldest = self._texts.popitem(last=False)
-            self._num_free += sum(map(len, oldest))
+            self._num_free += sum(len(text) + _TEXT_OVERHEAD for text in oldest)
 
-    def index(self, prompt: bytes) -> NgramIndex:
-        """Returns an index of the prompt's completions."""
+    def index(self, prompt: bytes, prompt_ids: Sequence[int] = ()) -> NgramIndex:
+        """Returns an index of the prompt's end and of the newest tokens of its completions."""
+        texts = [list(prompt_ids[-_FIRST_TOKENS // 2 :])]
+        num_free = _FIRST_TOKENS - len(texts[0])
+        for tokens in reversed(self._texts.get(prompt, ())):
+            texts.append(tokens[max(0, len(tokens) - num_free) :].tolist())
+            num_free -= len(texts[-1])
         index = NgramIndex()
-        for tokens in self._texts.get(prompt, ()):
-            index.add(tokens.tolist())
+        for text in reversed(texts):
+            index.add(text)
         return index
 
 
@@ -177,29 +210,46 @@ class _Conversation:
     """A conversation of the current generation."""
 
     prompt: bytes
-    """Its first prompt, which is the key of the texts that predict it."""
+    """The digest of its first prompt, which is the key of the texts that predict it."""
+    prompt_ids: Sequence[int]
     num_indexed: int
-    """How many of its tokens from the first on the index has counted."""
+    """How many of its tokens from the first on have been read for an index."""
+    end: int = 0
+    """The step in which its newest request was finished."""
     plain_end: int = 0
-    """The step in which a run without drafts would finish its newest request."""
+    """The step in which a run without drafts would have finished that request."""
 
 
 @dataclass
-class _Request:
+class _RequestState:
     """A request of the current generation."""
 
     conversation: _Conversation
-    num_running: int
-    """How many requests ran when it was added, itself included."""
+    is_kept: bool
+    """True if its completion goes to the memory."""
+    num_before: int
+    """How many steps the engine had made when it was added."""
+    start: int = 0
+    """How many steps the engine made before the first one with this request."""
+    num_idle: int = 0
+    """How many of these steps came after the last one that finished a request."""
+    num_running: int = 0
+    """How many requests ran then, with itself and those added before it."""
+    num_steps: int = 0
+    """How many steps sampled for it."""
     num_tokens: int = 0
-    """The tokens of its completion; 0 while it runs."""
+    """The tokens of its completion."""
+    end: int = 0
+    """How many steps the engine had made when it was finished; 0 while it runs."""
+    probabilities: list[float] = field(default_factory=list)
+    """With which its newest drafts are accepted."""
 
 
 class Speculation:
     """Proposes the drafts of one engine and counts what becomes of them.
 
     vLLM makes it and calls `propose`. Ranks that share an engine must propose the same: everything
-    here but the time of steps is equal on them, and `begin` takes the first rank's."""
+    here but the time of steps is equal on them, and `generation` takes the first rank's."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._runner: Any = None
@@ -217,11 +267,12 @@ class Speculation:
         """Forgets the requests of a generation."""
         self._running: Mapping[str, ConversationId] = {}
         # In the order in which they were added.
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, _RequestState] = {}
         self._conversations: dict[ConversationId, _Conversation] = {}
         self._indices: dict[bytes, NgramIndex] = {}
-        self._most_in_step = 0
         self._num_steps = 0
+        # The steps made when a request was last finished.
+        self._last_end = 0
         # The rows of the current step, 0 if it has prompts.
         self._num_rows = 0
 
@@ -238,41 +289,64 @@ class Speculation:
         execute_model = runner.execute_model
 
         def execute_and_note(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-            """Notes the size of the step, and runs the model runner's `execute_model`."""
-            has_prompts = (
-                scheduler_output.scheduled_new_reqs
-                or scheduler_output.scheduled_cached_reqs.resumed_req_ids
-            )
-            num_rows = scheduler_output.total_num_scheduled_tokens
-            self._num_rows = 0 if has_prompts else num_rows
-            num_requests = len(scheduler_output.num_scheduled_tokens)
-            self._most_in_step = max(self._most_in_step, num_requests)
+            """Notes what the step has, and runs the model runner's `execute_model`."""
+            self._note(scheduler_output)
             return execute_model(scheduler_output, *args, **kwargs)
 
         runner.execute_model = execute_and_note
+
+    def _note(self, scheduler_output: Any) -> None:
+        """Notes the requests of a step, each of which samples in it."""
+        new_requests = scheduler_output.scheduled_new_reqs
+        num_by_request = scheduler_output.num_scheduled_tokens
+        has_prompts = new_requests or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        self._num_rows = 0 if has_prompts else scheduler_output.total_num_scheduled_tokens
+        for request_id in num_by_request:
+            self._request(request_id).num_steps += 1
+        num_before = len(num_by_request) - len(new_requests)
+        for number, new_request in enumerate(new_requests, start=1):
+            request = self._request(new_request.req_id)
+            request.start = self._num_steps
+            request.num_idle = self._num_steps - self._last_end
+            request.num_running = num_before + number
+
+    def _request(self, internal_id: str) -> _RequestState:
+        """Returns a request by vLLM's internal id, which is ours and a random suffix."""
+        return self._requests[internal_id.partition("-")[0]]
 
     def base_rows(self) -> float:
         """Returns StepCost's `base_rows`, which differs between the ranks of an engine."""
         return self._cost.base_rows()
 
-    def begin(self, base_rows: float, running: Mapping[str, ConversationId]) -> None:
-        """Begins a generation. `base_rows` is that of the engine's first rank, and `running` always
-        has the conversations of the requests that run."""
-        self._clear()
+    @contextmanager
+    def generation(self, base_rows: float, running: Mapping[str, ConversationId]) -> Iterator[None]:
+        """Lasts for one generation, and forgets its requests however it ends. `base_rows` is that
+        of the engine's first rank, and `running` always has the conversations of the requests that
+        run."""
         self._running = running
         self._base_rows = base_rows
         # What was measured counts less with each generation: the policy changes, and drafts that
         # did not pay are tried again.
         self._num_expected /= 2
         self._num_accepted /= 2
+        try:
+            yield
+            # Not after an abort, which leaves requests running.
+            if not running:
+                self._count_saved_steps()
+        finally:
+            self._clear()
 
-    def add_request(self, request_id: str, prompt_ids: Sequence[int]) -> None:
+    def add_request(self, request_id: str, request: Request) -> None:
         """Takes a request that vLLM gets."""
         id_ = self._running[request_id]
+        prompt_ids = request.prompt_ids
         if id_ not in self._conversations:
-            prompt = array("i", prompt_ids).tobytes()
-            self._conversations[id_] = _Conversation(prompt, num_indexed=len(prompt_ids))
-        self._requests[request_id] = _Request(self._conversations[id_], len(self._running))
+            prompt = hashlib.blake2b(array("i", prompt_ids).tobytes(), digest_size=16).digest()
+            self._conversations[id_] = _Conversation(prompt, prompt_ids, len(prompt_ids))
+        self._requests[request_id] = _RequestState(
+            self._conversations[id_], request.prompt_recurs, self._num_steps
+        )
 
     def end_request(
         self, request_id: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
@@ -280,33 +354,44 @@ class Speculation:
         """Takes the completion of a finished request."""
         request = self._requests[request_id]
         request.num_tokens = len(token_ids)
-        prompt = request.conversation.prompt
-        if prompt in self._indices:
-            self._index(request.conversation, [*prompt_ids, *token_ids])
-            # An index takes a hundred times the memory of its texts.
-            users = [self._conversations[id_].prompt == prompt for id_ in self._running.values()]
-            if sum(users) == 1:
-                del self._indices[prompt]
-        self._memory.add(prompt, [*prompt_ids[-_ORDERS[0] :], *token_ids])
+        self._last_end = request.end = self._num_steps
+        conversation = request.conversation
+        if conversation.prompt in self._indices:
+            text = [*prompt_ids, *token_ids]
+            self._indices[conversation.prompt].add(text, conversation.num_indexed)
+        # A later index gets them from the memory.
+        conversation.num_indexed = len(prompt_ids) + len(token_ids)
+        if request.is_kept:
+            self._memory.add(conversation.prompt, [*prompt_ids[-_ORDERS[0] :], *token_ids])
 
     def end_step(self, seconds: float) -> None:
         """Notes a step of the engine and its time."""
         self._num_steps += 1
         if self._num_rows:
             self._cost.add(self._num_rows, seconds)
+        self._num_rows = 0
 
-    def end(self) -> None:
-        """Ends a generation whose requests are all finished."""
-        # What a run without drafts would do: each request takes as many steps as it has tokens, and
-        # begins when as few others run as did when it was added here.
+    def _count_saved_steps(self) -> None:
+        """Compares the steps with those of a run without drafts. There a request takes one step
+        more for each accepted draft. It is added as many steps as here after its conversation's
+        last turn, and begins as many after a request has ended whose place it takes. Without
+        accepted drafts all ends are those of this run, so that no step is saved."""
+        # Where the requests end whose place none has taken, and the one that lost its place last.
         ends: list[int] = []
-        for request in self._requests.values():
-            start = request.conversation.plain_end
-            while len(ends) >= min(request.num_running, self._most_in_step):
-                start = max(start, heapq.heappop(ends))
-            request.conversation.plain_end = start + request.num_tokens
-            heapq.heappush(ends, request.conversation.plain_end)
-        num_plain = max(ends, default=0)
+        freed = num_plain = 0
+        for request in sorted(self._requests.values(), key=lambda request: request.start):
+            while len(ends) >= request.num_running:
+                freed = heapq.heappop(ends)
+            conversation = request.conversation
+            plain_start = max(
+                freed + request.num_idle,
+                conversation.plain_end + request.num_before - conversation.end,
+            )
+            num_saved = request.num_tokens - request.num_steps
+            conversation.end = request.end
+            conversation.plain_end = plain_start + request.end - request.start + num_saved
+            heapq.heappush(ends, conversation.plain_end)
+            num_plain = max(num_plain, conversation.plain_end)
         self._saved_steps = self._saved_steps.merge(Mean(num_plain - self._num_steps, num_plain))
 
     def take_metrics(self) -> Reductions:
@@ -340,35 +425,55 @@ class Speculation:
         # While many run, hardly a draft would pay for the time to look it up.
         if least > min(trust, 0.5):
             return drafts
+        may_index = True
         for row, request_id in enumerate(self._runner.input_batch.req_ids):
             state = self._runner.requests[request_id]
             # The last token that a request may have needs no draft.
             limit = state.sampling_params.max_tokens - len(state.output_token_ids) - 1
             if not sampled_token_ids[row] or limit <= 0:
                 continue
-            # vLLM's internal request id is the id that we gave and a random suffix.
-            conversation = self._requests[request_id.partition("-")[0]].conversation
-            tokens = token_ids_cpu[row, : num_tokens_no_spec[row]].tolist()
-            index = self._index(conversation, tokens)
-            drafts[row], num_expected = index.draft(tokens, min(limit, MOST_DRAFTS), least / trust)
-            self._num_expected += num_expected
+            request = self._request(request_id)
+            conversation = request.conversation
+            if conversation.prompt not in self._indices:
+                # A new index takes time, so that a step makes one at most. The ranks of an engine
+                # agree on that, and on steps.
+                if not may_index or not self._has_room():
+                    continue
+                may_index = False
+                self._indices[conversation.prompt] = self._memory.index(
+                    conversation.prompt, conversation.prompt_ids
+                )
+            index = self._indices[conversation.prompt]
+            index.last_step = self._num_steps
+            # The tokens that the index lacks, and those that it needs as their context.
+            num_tokens = int(num_tokens_no_spec[row])
+            start = max(0, min(conversation.num_indexed, num_tokens) - _ORDERS[0])
+            tokens = token_ids_cpu[row, start:num_tokens].tolist()
+            index.add(tokens, conversation.num_indexed - start)
+            conversation.num_indexed = max(conversation.num_indexed, num_tokens)
+            drafts[row], request.probabilities = index.draft(
+                tokens, min(limit, MOST_DRAFTS), least / trust
+            )
         return drafts
 
-    def _index(self, conversation: _Conversation, tokens: Sequence[int]) -> NgramIndex:
-        """Returns the index of the conversation's prompt, with the conversation's `tokens` in
-        it."""
-        prompt = conversation.prompt
-        if prompt not in self._indices:
-            self._indices[prompt] = self._memory.index(prompt)
-            self._indices[prompt].add(array("i", prompt))
-        self._indices[prompt].add(tokens, conversation.num_indexed)
-        conversation.num_indexed = max(conversation.num_indexed, len(tokens))
-        return self._indices[prompt]
+    def _has_room(self) -> bool:
+        """Returns whether another index may be made. Where there are as many as may be, one that
+        the last step did not use is dropped first."""
+        if len(self._indices) < _MOST_INDICES:
+            return True
+        prompt = min(self._indices, key=lambda prompt: self._indices[prompt].last_step)
+        if self._indices[prompt].last_step >= self._num_steps - 1:
+            return False
+        del self._indices[prompt]
+        return True
 
-    def _count(self, num_drafted: int, num_accepted: int) -> None:
-        """Counts the drafts that one step checked."""
+    def _count(self, num_drafts: Sequence[int], num_accepted: int) -> None:
+        """Counts the drafts that one step checked, by request in vLLM's batch: vLLM may have cut
+        or dropped what was proposed."""
+        for request_id, number in zip(self._runner.input_batch.req_ids, num_drafts, strict=True):
+            self._num_expected += sum(self._request(request_id).probabilities[:number])
         self._num_accepted += num_accepted
-        self._checked = self._checked.merge(Mean(num_accepted, num_drafted))
+        self._checked = self._checked.merge(Mean(num_accepted, sum(num_drafts)))
 
 
 class CoupledSampler:
@@ -378,8 +483,9 @@ class CoupledSampler:
     and generator. Penalties, and other options that our requests never have, are not repeated by
     row."""
 
-    def __init__(self, sampler: Any, count: Callable[[int, int], None]) -> None:
-        """`count` is called with the numbers of drafts checked and accepted in a step."""
+    def __init__(self, sampler: Any, count: Callable[[list[int], int], None]) -> None:
+        """`count` is called with the number of drafts checked for each request of a step, and the
+        number of those accepted."""
         self._sampler = sampler
         self._count = count
 
@@ -409,6 +515,8 @@ class CoupledSampler:
         result = self._sampler(
             logits=logits, sampling_metadata=replace(sampling, generators=generators, **by_place)
         )
+        # A draw that was not seen could not be taken back.
+        assert generators.states.keys() == generators.keys(), "a draw past _RecordedGenerators"
         sampled: list[int] = result.sampled_token_ids.flatten().tolist()
         tokens = torch.full((len(num_drafts), width), -1, dtype=torch.int32)
         num_accepted = 0
@@ -421,9 +529,9 @@ class CoupledSampler:
             num_accepted += num_kept - 1
             tokens[request, :num_kept] = torch.tensor(sampled[place : place + num_kept])
             # The draws for places that are not kept must not have happened.
-            if num_kept <= number and place in generators.states:
+            if num_kept <= number and place in generators:
                 generators[place].set_state(generators.states[place + num_kept])
-        self._count(len(sampled) - len(num_drafts), num_accepted)
+        self._count(num_drafts, num_accepted)
         logprobs = result.logprobs_tensors
         if logprobs is not None:
             # vLLM drops the logprobs where `tokens` has -1.

@@ -181,7 +181,15 @@ class EngineJudges:
             if turns:
                 return None
             prompt_ids = all_prompts[jobs[job][number]]
-            return Request(prompt_ids, None, 0.0, max_tokens, is_rollout=False, ends_at_stops=False)
+            return Request(
+                prompt_ids,
+                seed=None,
+                temperature=0.0,
+                max_tokens=max_tokens,
+                is_rollout=False,
+                ends_at_stops=False,
+                prompt_recurs=False,
+            )
 
         # An engine without weights has no version, and refuses 0 like any other version.
         version = self._engine.policy_version or 0

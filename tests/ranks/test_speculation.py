@@ -1,5 +1,5 @@
-"""`rollout.speculation: auto` with the real vLLM: completions are those of a run without it, to the
-bit, and planted faults are seen."""
+"""`rollout.speculation: auto` with the real vLLM: completions of small models, whose kernels do not
+round by the number of rows, are those of a run without it, to the bit."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ ROOM_TOKENS = {
     "learn": 19_650,
     "proofs": 19_000,
     "observe": 21_250,
-    "engine": 21_800,
+    "engine": 22_250,
     "episodes": 25_000,
     "rollout": 10_000,
     "checkpoint": 10_150,
