@@ -15,8 +15,9 @@ works everywhere. Capped attention logits (Gemma 2) use a softmax that is writte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, groupby, islice
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -32,6 +33,7 @@ from grpo_spmd.records import MicroBatch, PrefixTree, RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
+_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PackedLayout:
@@ -58,10 +60,16 @@ class PackedLayout:
         # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
         # length, so that all sequences of one length are neighbours.
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
+        # The keys of each run.
+        self.run_keys = [number * length for number, length in self.runs]
         if tree is not None:
             num_keys = [sum(lengths[n] for n in (*path, i)) for i, path in enumerate(tree.paths)]
-            shapes = groupby(zip(lengths, num_keys, strict=True))
-            self.runs = [(len(list(run)), length) for (length, _), run in shapes]
+            shapes = [
+                (len(list(run)), *shape)
+                for shape, run in groupby(zip(lengths, num_keys, strict=True))
+            ]
+            self.runs = [(number, length) for number, length, _ in shapes]
+            self.run_keys = [number * size for number, _, size in shapes]
         if backend != "sdpa":
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
@@ -205,17 +213,19 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     tree = layout.tree
-    if tree is not None:
-        if options.softcap is None:
-            return _varlen(q, k, v, layout, options)
-        # torch's kernel caps nothing. This one keeps the gathered keys and values until the
-        # backward pass.
-        k, v = k[tree.keys], v[tree.keys]
+    if tree is not None and options.softcap is None:
+        return _varlen(q, k, v, layout, options)
     settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
     # Old versions of flash-attn do not know this argument: pass it only if it is needed.
     if options.softcap is not None:
         settings["softcap"] = options.softcap
-    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
+
+    out: Tensor = (
+        attend(q, k, v) if tree is None else _TreeAttention.apply(q, k, v, tree.keys, attend)
+    )
     return out
 
 
@@ -290,32 +300,61 @@ class _TreeVarlen(torch.autograd.Function):
             scale,
             window,
         )
-        # The gradient of a shared token is the sum over its branches, in float32. On CUDA
-        # index_put_ sorts the indices first, so that the order of the sum is always the same, as
-        # it is not with index_add_.
-        sums = [
-            torch.zeros_like(k, dtype=torch.float32).index_put_(
-                (keys,), branch_grads.float(), accumulate=True
-            )
-            for branch_grads in key_grads
-        ]
-        return grad_q, *(total.to(k.dtype) for total in sums), None, None, None
+        return grad_q, *(_sum_branches(k, keys, grads) for grads in key_grads), None, None, None
+
+
+class _TreeAttention(torch.autograd.Function):
+    """Attention over the nodes of a tree by any function of queries, keys and values.
+
+    As in _TreeVarlen the backward pass gathers keys and values again. Those of a kernel's
+    graph would be kept with it, so that attention is computed again, too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, attend: _Attend) -> Tensor:
+        ctx.attend = attend
+        ctx.save_for_backward(q, k, v, keys)
+        return attend(q, k[keys], v[keys])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, keys = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [x.detach().requires_grad_() for x in (q, k[keys], v[keys])]
+            out = ctx.attend(*inputs)
+        grad_q, *key_grads = torch.autograd.grad(out, inputs, grad)
+        return grad_q, *(_sum_branches(k, keys, grads) for grads in key_grads), None, None
+
+
+def _sum_branches(x: Tensor, keys: Tensor, branch_grads: Tensor) -> Tensor:
+    """Returns the gradient of keys or values `x` [N, kv heads, head_dim] from that of the gathered
+    ones [K, kv heads, head_dim]."""
+    # A shared token has the sum over its branches, in float32. On CUDA index_put_ sorts the indices
+    # first, so that the order of the sum is always the same, as it is not with index_add_.
+    total = torch.zeros_like(x, dtype=torch.float32)
+    return total.index_put_((keys,), branch_grads.float(), accumulate=True).to(x.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
     """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
     lengths."""
-    run_tokens = [number * length for number, length in layout.runs]
+    attend = partial(_sdpa_runs, layout=layout, options=options)
+    if layout.tree is None:
+        return attend(q, k, v)
+    out: Tensor = _TreeAttention.apply(q, k, v, layout.tree.keys, attend)
+    return out
+
+
+def _sdpa_runs(
+    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions
+) -> Tensor:
+    """Computes attention as `_sdpa` does; `k` and `v` are [K, kv heads, head_dim], node after node
+    those of a tree."""
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
     # for each sequence.
-    keys, values = (
-        x.split(run_tokens) if layout.tree is None else _branches(x, layout.tree, layout.runs)
-        for x in (k, v)
-    )
+    queries = q.split([number * length for number, length in layout.runs])
+    keys, values = (x.split(layout.run_keys) for x in (k, v))
     outputs = []
-    for (number, _), *run_tensors in zip(
-        layout.runs, q.split(run_tokens), keys, values, strict=True
-    ):
+    for (number, _), *run_tensors in zip(layout.runs, queries, keys, values, strict=True):
         # [number, heads, length, head_dim]
         query, key, value = (
             tensor.unflatten(0, (number, -1)).transpose(1, 2) for tensor in run_tensors
@@ -323,17 +362,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
         out = _sdpa_run(query, key, value, options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def _branches(x: Tensor, tree: PrefixTree, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
-    """Yields the keys or values of each run of nodes: those on the way from the root to the end of
-    each node, [number * K, kv heads, head_dim].
-
-    The backward pass adds up the gradient of a shared piece over its branches, in their order."""
-    pieces = x.split(tree.lengths)
-    ways = iter([(*path, node) for node, path in enumerate(tree.paths)])
-    for number, _ in runs:
-        yield torch.cat([pieces[node] for way in islice(ways, number) for node in way])
 
 
 def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions) -> Tensor:
