@@ -220,7 +220,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
     if options.softcap is not None:
         settings["softcap"] = options.softcap
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
         return flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
 
     out: Tensor = (
