@@ -348,7 +348,8 @@ def test_what_a_group_shares_is_counted_by_its_tokens() -> None:
 
 
 def _attend(row: MicroBatch, inputs: list[torch.Tensor]) -> torch.Tensor:
-    return _sdpa(*inputs, row_inputs(row, "sdpa").layout, _LogitOptions(None, None, None))
+    q, k, v = inputs
+    return _sdpa(q, k, v, row_inputs(row, "sdpa").layout, _LogitOptions(None, None, None))
 
 
 def _branches(group_size: int) -> MicroBatch:
