@@ -97,9 +97,7 @@ _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answ
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 _PATHS = "    paths = [tuple(number_of[old] for old in node.path) for node in nodes]\n"
-_BRANCH = (
-    "    return total.index_put_((keys,), branch_grads.float(), accumulate=True).to(x.dtype)\n"
-)
+_BRANCH = "    total.index_put_((keys,), branch_grads.float(), accumulate=True)\n"
 _SAVED = "            yield target.name, rows.view(target.shape)\n"
 
 _PARSER = threading.Lock()

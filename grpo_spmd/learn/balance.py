@@ -37,9 +37,10 @@ _MIN_PREFIX_TOKENS = 16
 # have any number of keys. This many, beyond the row's tokens, count as one token. For a key one
 # layer at a time holds key, value, their gradients and float32 sums: 33 kB in an 8B model with 8 of
 # 32 heads for keys, 64 kB in a 7B model with as many as queries. For a token, even where layers are
-# recomputed, all layers hold their input, and one layer its activations: 390 kB. So a row that
-# shares takes no more memory than a full one that does not. What the tree leaves unshared is less
-# than these keys count.
+# recomputed, all layers hold their input, and one layer its activations: 390 kB. SDPA keeps
+# keys and values where layers are not recomputed: at most two hidden states a layer, where a token
+# has 16 and more. So a row that shares takes no more memory than a full one that does not. What
+# the tree leaves unshared is less than these keys count.
 _KEYS_PER_TOKEN = 6
 # A plan that shares prefixes must be counted cheaper by this factor.
 _SHARING_OVERHEAD = 1.05

@@ -15,8 +15,7 @@ works everywhere. Capped attention logits (Gemma 2) use a softmax that is writte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
 from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +32,6 @@ from grpo_spmd.records import MicroBatch, PrefixTree, RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
 Backend = Literal["flash", "varlen", "sdpa"]
-_Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class PackedLayout:
@@ -212,20 +210,17 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
     """Computes attention [T, heads, head_dim] by flash-attn."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    tree = layout.tree
-    if tree is not None and options.softcap is None:
-        return _varlen(q, k, v, layout, options)
+    if layout.tree is not None:
+        if options.softcap is None:
+            return _varlen(q, k, v, layout, options)
+        # torch's kernel caps nothing. This one keeps the gathered keys and values until the
+        # backward pass.
+        k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
     # Old versions of flash-attn do not know this argument: pass it only if it is needed.
     if options.softcap is not None:
         settings["softcap"] = options.softcap
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        return flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
-
-    out: Tensor = (
-        attend(q, k, v) if tree is None else _TreeAttention.apply(q, k, v, tree.keys, attend)
-    )
+    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
     return out
 
 
@@ -300,55 +295,46 @@ class _TreeVarlen(torch.autograd.Function):
             scale,
             window,
         )
-        return grad_q, *(_sum_branches(k, keys, grads) for grads in key_grads), None, None, None
+        return (
+            grad_q,
+            *(_sum_branches(grads, keys, len(k)) for grads in key_grads),
+            None,
+            None,
+            None,
+        )
 
 
-class _TreeAttention(torch.autograd.Function):
-    """Attention over the nodes of a tree by any function of queries, keys and values.
-
-    As in _TreeVarlen the backward pass gathers keys and values again. Those of a kernel's
-    graph would be kept with it, so that attention is computed again, too."""
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, attend: _Attend) -> Tensor:
-        ctx.attend = attend
-        ctx.save_for_backward(q, k, v, keys)
-        return attend(q, k[keys], v[keys])
+class _Gather(torch.autograd.Function):
+    """The keys or values of all branches [K, kv heads, head_dim], from those of the nodes' tokens
+    [N, kv heads, head_dim]."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, keys = ctx.saved_tensors
-        with torch.enable_grad():
-            inputs = [x.detach().requires_grad_() for x in (q, k[keys], v[keys])]
-            out = ctx.attend(*inputs)
-        grad_q, *key_grads = torch.autograd.grad(out, inputs, grad)
-        return grad_q, *(_sum_branches(k, keys, grads) for grads in key_grads), None, None
+    def forward(ctx: Any, x: Tensor, keys: Tensor) -> Tensor:
+        ctx.num_tokens = len(x)
+        ctx.save_for_backward(keys)
+        return x.index_select(0, keys)
+
+    @staticmethod
+    def backward(ctx: Any, branch_grads: Tensor) -> tuple[Tensor, None]:
+        (keys,) = ctx.saved_tensors
+        return _sum_branches(branch_grads, keys, ctx.num_tokens), None
 
 
-def _sum_branches(x: Tensor, keys: Tensor, branch_grads: Tensor) -> Tensor:
-    """Returns the gradient of keys or values `x` [N, kv heads, head_dim] from that of the gathered
-    ones [K, kv heads, head_dim]."""
+def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
+    """Returns the gradient [N, kv heads, head_dim] of keys or values from that of the gathered ones
+    [K, kv heads, head_dim]."""
     # A shared token has the sum over its branches, in float32. On CUDA index_put_ sorts the indices
     # first, so that the order of the sum is always the same, as it is not with index_add_.
-    total = torch.zeros_like(x, dtype=torch.float32)
-    return total.index_put_((keys,), branch_grads.float(), accumulate=True).to(x.dtype)
+    total = branch_grads.new_zeros(num_tokens, *branch_grads.shape[1:], dtype=torch.float32)
+    total.index_put_((keys,), branch_grads.float(), accumulate=True)
+    return total.to(branch_grads.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
     """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
     lengths."""
-    attend = partial(_sdpa_runs, layout=layout, options=options)
-    if layout.tree is None:
-        return attend(q, k, v)
-    out: Tensor = _TreeAttention.apply(q, k, v, layout.tree.keys, attend)
-    return out
-
-
-def _sdpa_runs(
-    q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions
-) -> Tensor:
-    """Computes attention as `_sdpa` does; `k` and `v` are [K, kv heads, head_dim], node after node
-    those of a tree."""
+    if layout.tree is not None:
+        k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
     # for each sequence.
     queries = q.split([number * length for number, length in layout.runs])

@@ -382,22 +382,6 @@ def test_the_gradient_of_a_prefix_is_summed_in_float32() -> None:
     assert errors[1] < 1.3 * errors[0] < 0.01, errors
 
 
-def test_attention_keeps_no_gathered_keys() -> None:
-    row = _branches(32)
-    assert row.tree is not None
-    inputs = [torch.randn(sum(row.tree.lengths), 4, 32, requires_grad=True) for _ in range(3)]
-    saved: dict[int, int] = {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
-        _attend(row, inputs)
-    # Queries, keys, values, and the numbers of the keys.
-    assert sum(saved.values()) <= sum(x.nbytes for x in inputs) + row.tree.keys.nbytes
-
-
 def test_a_way_with_a_siblings_token_is_seen() -> None:
     row = pack_rollouts(family_of_rollouts(), CPU, shares_prefixes=True)
     assert row.tree is not None
