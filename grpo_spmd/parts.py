@@ -65,7 +65,7 @@ from grpo_spmd.model.policy import (
     build_reference,
     choose_fused_kernel,
 )
-from grpo_spmd.model.routing import num_experts, refuse_balance_loss
+from grpo_spmd.model.routing import refuse_balance_loss
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
@@ -266,9 +266,14 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         return None
     config = decide_memory(config, start.trainer.get("config", {}), session)
     facts = replace(facts, config=flatten_config(config))
+    # What is known without the engine is refused before it starts.
+    choose_sharing(config, replays_routes=False)
     sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
     environments, rewards = sampling.environments, sampling.rewards
     engine, policy, score = sampling.engine, sampling.policy, sampling.score
+    share_prefixes, obstacle = choose_sharing(config, replays_routes=policy.replays_routes)
+    if obstacle:
+        _log.info("training.share_prefixes: off, since %s", obstacle)
     temperature = config.rollout.temperature
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     # Teachers look up prompts by their position in this second stream, which never advances.
@@ -312,7 +317,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         session.world_size,
         cost_ratio,
         score.weights,
-        share_prefixes=policy.shares_prefixes and config.training.share_prefixes,
+        share_prefixes=share_prefixes,
     )
     offload = HostOffload(
         config.model.offload, policy, reference, updater.optimizer, signals.offloadable_models
@@ -461,11 +466,6 @@ def open_sampling(
     choose_fused_kernel(config.model.logprob_kernel, session.device)
     if config.loss.router_aux_coef:
         refuse_balance_loss(config.model.path)
-    hf_config = load_config(config.model.path)
-    may_replay = config.model.router_replay and num_experts(hf_config) > 0
-    obstacle = sharing_obstacle(config, replays_routes=may_replay)
-    if config.training.share_prefixes is True and obstacle:
-        raise ConfigError(f"training.share_prefixes: {obstacle}; set it to auto or false")
     # The engine comes before the policy: it measures the GPU's free memory when it is built, and
     # then sleeps, so that the policy can use the memory.
     engine = RolloutEngine(
@@ -485,10 +485,6 @@ def open_sampling(
         max_rollout_tokens=config.max_rollout_tokens,
         replays_routes=engine.records_routes,
     )
-    obstacle = sharing_obstacle(config, replays_routes=policy.replays_routes)
-    policy.shares_prefixes = bool(config.training.share_prefixes) and not obstacle
-    if obstacle and config.training.share_prefixes:
-        _log.info("training.share_prefixes: off, since %s", obstacle)
     if config.loss.router_aux_coef and not policy.replays_routes:
         raise ConfigError(
             f"loss.router_aux_coef: no routes of {config.model.path} are recorded, and the "
@@ -496,6 +492,18 @@ def open_sampling(
         )
     score = open_reward_models(config, scorers, engine, tokenizer, session, preemption)
     return Sampling(environments, rewards, engine, policy, score)
+
+
+def choose_sharing(
+    config: Config, *, replays_routes: bool
+) -> tuple[bool | Literal["auto"], str | None]:
+    """Returns (StepRules.share_prefixes, why it is not the config's). Raises ConfigError if
+    training.share_prefixes is true and the rows of the run cannot share prefixes."""
+    share_prefixes = config.training.share_prefixes
+    obstacle = sharing_obstacle(config, replays_routes=replays_routes) if share_prefixes else None
+    if share_prefixes is True and obstacle:
+        raise ConfigError(f"training.share_prefixes: {obstacle}; set it to auto or false")
+    return (False if obstacle else share_prefixes), obstacle
 
 
 def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
@@ -507,6 +515,11 @@ def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
         )
     if config.model.sequence_parallel_size > 1:
         return "ranks share whole rows (model.sequence_parallel_size)"
+    if config.teacher.sees_other_prompt:
+        return (
+            "prompts of the teacher's own need not begin alike, and its rows would have many times "
+            "the tokens (teacher.prompt_key, teacher.prompt_template)"
+        )
     paths = [config.model.path, *config.teacher.paths.values(), config.critic.path or "policy"]
     for path in paths:
         # A teacher or critic may be the policy itself. One that cannot be read is refused where it

@@ -97,10 +97,7 @@ _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answ
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
 _PATHS = "    paths = [tuple(number_of[old] for old in node.path) for node in nodes]\n"
-_BRANCH = (
-    "    for number, _ in runs:\n"
-    "        yield torch.cat([pieces[node] for way in islice(ways, number) for node in way])\n"
-)
+_BRANCH = "    total.index_put_((keys,), branch_grads.float(), accumulate=True)\n"
 _SAVED = "            yield target.name, rows.view(target.shape)\n"
 
 _PARSER = threading.Lock()
@@ -760,9 +757,7 @@ FAULTS = (
         "shared prefixes: the gradient of a prefix's keys is that of one branch",
         "model/attention.py",
         _BRANCH,
-        "    counted = set()\n    for number, _ in runs:\n"
-        "        yield torch.cat([pieces[n] if n == way[-1] or not (n in counted or "
-        "counted.add(n)) else pieces[n].detach() for way in islice(ways, number) for n in way])\n",
+        _BRANCH.replace("accumulate=True", "accumulate=False"),
         (_PREFIX_TREE,),
         overrides=_SHARED_PREFIXES,
     ),

@@ -90,6 +90,11 @@ def _errors(config: Config) -> Iterator[str]:
             f"model.sequence_parallel_size ({sharing}): a {key} does not score rows that ranks "
             "share; set it to 1"
         )
+    if sharing > 1 and config.training.share_prefixes is True:
+        yield (
+            "training.share_prefixes: ranks share whole rows "
+            f"(model.sequence_parallel_size: {sharing}); set it to auto or false"
+        )
     lora = config.model.lora
     # vLLM takes adapters up to its largest rank only.
     if lora.base_stays_in_engine and lora.rank > ADAPTER_RANKS[-1]:

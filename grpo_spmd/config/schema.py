@@ -590,7 +590,8 @@ class TrainingConfig:
     share_prefixes: bool | Literal["auto"] = "auto"
     """read a prompt once for several of its completions in one micro-batch, and what an episode's
     contexts have in common. auto: in the steps in which this is counted cheaper; true: in all
-    steps. Not for recurrent layers, nor for replayed routes of experts
+    steps. Not for recurrent layers, replayed routes of experts, prompts of the teacher's own, nor
+    with model.sequence_parallel_size
     """
     max_nonfinite_in_a_row: PositiveInt = 3
     """the run stops after this many updates in a row were skipped because loss or gradient was not

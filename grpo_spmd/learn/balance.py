@@ -30,9 +30,18 @@ Ids = npt.NDArray[np.int32]
 _MAX_SPREAD = 1e-3
 # The number of cheapest rows with which the costliest row tries to exchange a rollout.
 _MAX_PARTNERS = 16
-# A shorter prefix of a group is not counted as shared: what prefix_tree.py leaves unshared after it
-# has shared the beginning of all prompts, such as a chat template's, is less than this.
+# A shorter prefix of a group is not counted as shared. Where prompts begin alike, as after a chat
+# template, prefix_tree.py leaves up to 7 tokens of the rest of a prompt unshared.
 _MIN_PREFIX_TOKENS = 16
+# Attention has the keys of a shared prefix once for each branch, so that a row of few tokens could
+# have any number of keys. This many, beyond the row's tokens, count as one token. For a key one
+# layer at a time holds key, value, their gradients and float32 sums: 33 kB in an 8B model with 8 of
+# 32 heads for keys, 64 kB in a 7B model with as many as queries. For a token, even where layers are
+# recomputed, all layers hold their input, and one layer its activations: 390 kB. SDPA keeps
+# keys and values where layers are not recomputed: at most two hidden states a layer, where a token
+# has 16 and more. So a row that shares takes no more memory than a full one that does not. What
+# the tree leaves unshared is less than these keys count.
+_KEYS_PER_TOKEN = 6
 # A plan that shares prefixes must be counted cheaper by this factor.
 _SHARING_OVERHEAD = 1.05
 # Stands for "no rollout" in an exchange: items count from 1.
@@ -109,8 +118,6 @@ class StepPlan(NamedTuple):
 
     plan: BatchPlan
     shares_prefixes: bool
-    num_forwarded_tokens: int
-    """The tokens that the models read, shared ones once."""
     metrics: dict[str, float]
     """The results of `plan_metrics`."""
 
@@ -121,6 +128,8 @@ class _Bundles(NamedTuple):
     starts: npt.NDArray[np.int64]
     """The first rollout of each bundle."""
     tokens: npt.NDArray[np.int64]
+    budget_tokens: npt.NDArray[np.int64]
+    """The tokens of which a row has at most `max_tokens`: these, and a part of the keys."""
     costs: npt.NDArray[np.float64]
 
 
@@ -142,7 +151,7 @@ def plan_step(
     num_rollouts = len(step.tokens)
     # Without sharing each rollout is a bundle, with all of its tokens.
     plain_costs = step.tokens + cost_ratio * step.tokens * step.tokens
-    plain = _Bundles(np.arange(num_rollouts), step.tokens, plain_costs)
+    plain = _Bundles(np.arange(num_rollouts), step.tokens, step.tokens, plain_costs)
     group_size = num_rollouts // max(len(step.prefix_tokens), 1)
     is_shared = (step.prefix_tokens >= _MIN_PREFIX_TOKENS).any() and group_size > 1
     is_shared |= bool((step.tree_tokens < step.tokens).any())
@@ -163,7 +172,7 @@ def plan_step(
         # A mini-batch begins with a group, and so with a bundle.
         ends = np.searchsorted(bundles.starts, np.cumsum(mini_batch_sizes))
         plan = plan_batch(
-            bundles.tokens,
+            bundles.budget_tokens,
             num_ranks=num_ranks,
             mini_batch_sizes=np.diff(ends, prepend=0).tolist(),
             max_tokens=max_tokens,
@@ -178,12 +187,12 @@ def plan_step(
     metrics = plan_metrics(plan, bundles.tokens, bundles.costs)
     if len(bundles.starts) < num_rollouts:
         plan = _unbundle(plan, bundles.starts, np.diff(bundles.starts, append=num_rollouts))
-    return StepPlan(plan, bundles is not plain, int(bundles.tokens.sum()), metrics)
+    return StepPlan(plan, bundles is not plain, metrics)
 
 
 def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> _Bundles:
     """Returns bundles of at most `size` rollouts of a group, halved until they have at most
-    `max_tokens` tokens."""
+    `max_tokens` tokens, with those that their keys count."""
     num_rollouts = len(step.tokens)
     group_size = num_rollouts // len(step.prefix_tokens)
     prefix = np.where(step.prefix_tokens >= _MIN_PREFIX_TOKENS, step.prefix_tokens, 0)
@@ -193,14 +202,18 @@ def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> 
     while True:
         sizes = np.diff(starts, append=num_rollouts)
         bundle_tokens = prefix[starts] + np.add.reduceat(tokens - prefix, starts)
-        is_large = (bundle_tokens > max_tokens) & (sizes > 1)
+        # Each branch has the keys of its whole sequence.
+        num_keys = np.add.reduceat(step.tokens, starts)
+        budget_tokens = bundle_tokens - (bundle_tokens - num_keys) // _KEYS_PER_TOKEN
+        is_large = (budget_tokens > max_tokens) & (sizes > 1)
         if not is_large.any():
             break
         starts = np.union1d(starts, (starts + sizes // 2)[is_large])
     # a*L + b*L^2 of a rollout, less that of its prefix, which the bundle has once.
     branch_costs = tokens - prefix + cost_ratio * (tokens * tokens - prefix * prefix)
     prefix_costs = prefix[starts] + cost_ratio * prefix[starts] * prefix[starts]
-    return _Bundles(starts, bundle_tokens, prefix_costs + np.add.reduceat(branch_costs, starts))
+    costs = prefix_costs + np.add.reduceat(branch_costs, starts)
+    return _Bundles(starts, bundle_tokens, budget_tokens, costs)
 
 
 def _unbundle(

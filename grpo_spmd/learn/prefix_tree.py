@@ -33,7 +33,8 @@ class SharedCounts:
     """How many tokens the rollouts of a group share."""
 
     tree_tokens: list[int]
-    """For each rollout its tokens, with each prefix that its contexts share once."""
+    """For each rollout its tokens, with the group's prefix once, and once what its contexts share
+    after that."""
     prefix_tokens: int
     """The number of tokens with which all contexts of the group begin."""
 
@@ -50,9 +51,12 @@ def count_shared(group: RolloutGroup) -> SharedCounts:
         for completion in completions
     ]
     first = rollouts[0][0]
+    prefix = min(_count_common(first, ids) for contexts in rollouts for ids in contexts)
+    # Where the prefix is a node, what is left of a longer one may not be worth a node of its own.
+    root = prefix if prefix >= _MIN_SAVED_TOKENS else 0
+    tries = [_find_nodes([ids[root:] for ids in contexts]) for contexts in rollouts]
     return SharedCounts(
-        [sum(node.end - node.start for node in _find_nodes(ids).nodes) for ids in rollouts],
-        min(_count_common(first, ids) for contexts in rollouts for ids in contexts),
+        [root + sum(node.end - node.start for node in trie.nodes) for trie in tries], prefix
     )
 
 

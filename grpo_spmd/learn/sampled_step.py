@@ -269,9 +269,6 @@ class _Rank0Step:
         num_tokens = int(step_tokens.tokens.sum())
         for name, value in step_plan.metrics.items():
             metrics[f"batching/{name}"] = value
-        metrics["batching/forwarded_tokens_frac"] = step_plan.num_forwarded_tokens / max(
-            num_tokens, 1
-        )
         advantages = rollout_advantages(rewards, rules.advantage)
         slope = None
         # REINFORCE++ has the same slope in all groups. It is sent to the ranks because a group

@@ -239,7 +239,7 @@ class PolicyUpdater(Learner):
         If `stop_check` raises, the policy has not changed. `keep_scores` receives the scores that
         were computed with the weights that the engine sampled with.
         """
-        totals = no_update(self._loss)
+        totals = no_update(self._loss) | _count_forwarded(batch)
         num_updates = 0
         num_skipped = 0
         for epoch in range(self._training.num_epochs):
@@ -281,7 +281,7 @@ class PolicyUpdater(Learner):
 
         It takes the place of `update` while a critic warms up, when the policy is frozen. The
         metric "measured" is the number of mini-batches with a token that counts."""
-        totals = no_update(self._loss)
+        totals = no_update(self._loss) | _count_forwarded(batch)
         num_measured = 0
 
         def check(_: bool) -> None:
@@ -452,6 +452,15 @@ def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
         for micro_batch, nonfinite in suspects
         for index in micro_batch.sequence_index[nonfinite].unique().tolist()
     ]
+
+
+def _count_forwarded(batch: RolloutBatch) -> Reductions:
+    """Returns the metric of the tokens that a pass reads, over those of the rollouts."""
+    # A row without rollouts has a placeholder.
+    rows = [row for row in batch.micro_batches if row.rollout_ids]
+    num_read = sum(len(row.input_ids if row.tree is None else row.tree.tokens) for row in rows)
+    num_tokens = sum(sum(row.sequence_lengths) for row in rows)
+    return {"batching/forwarded_tokens_frac": Mean(num_read, num_tokens)}
 
 
 def no_update(loss: LossConfig) -> Reductions:

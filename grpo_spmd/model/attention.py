@@ -15,8 +15,8 @@ works everywhere. Capped attention logits (Gemma 2) use a softmax that is writte
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator
-from itertools import accumulate, groupby, islice
+from collections.abc import Iterable
+from itertools import accumulate, groupby
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -58,10 +58,16 @@ class PackedLayout:
         # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
         # length, so that all sequences of one length are neighbours.
         self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
+        # The keys of each run.
+        self.run_keys = [number * length for number, length in self.runs]
         if tree is not None:
             num_keys = [sum(lengths[n] for n in (*path, i)) for i, path in enumerate(tree.paths)]
-            shapes = groupby(zip(lengths, num_keys, strict=True))
-            self.runs = [(len(list(run)), length) for (length, _), run in shapes]
+            shapes = [
+                (len(list(run)), *shape)
+                for shape, run in groupby(zip(lengths, num_keys, strict=True))
+            ]
+            self.runs = [(number, length) for number, length, _ in shapes]
+            self.run_keys = [number * size for number, _, size in shapes]
         if backend != "sdpa":
             longest = max(lengths)
             # The kernels take starts and longest length once for queries and once for keys.
@@ -204,13 +210,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
     """Computes attention [T, heads, head_dim] by flash-attn."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
-    tree = layout.tree
-    if tree is not None:
+    if layout.tree is not None:
         if options.softcap is None:
             return _varlen(q, k, v, layout, options)
         # torch's kernel caps nothing. This one keeps the gathered keys and values until the
         # backward pass.
-        k, v = k[tree.keys], v[tree.keys]
+        k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
     # Old versions of flash-attn do not know this argument: pass it only if it is needed.
     if options.softcap is not None:
@@ -290,32 +295,52 @@ class _TreeVarlen(torch.autograd.Function):
             scale,
             window,
         )
-        # The gradient of a shared token is the sum over its branches, in float32. On CUDA
-        # index_put_ sorts the indices first, so that the order of the sum is always the same, as
-        # it is not with index_add_.
-        sums = [
-            torch.zeros_like(k, dtype=torch.float32).index_put_(
-                (keys,), branch_grads.float(), accumulate=True
-            )
-            for branch_grads in key_grads
-        ]
-        return grad_q, *(total.to(k.dtype) for total in sums), None, None, None
+        return (
+            grad_q,
+            *(_sum_branches(grads, keys, len(k)) for grads in key_grads),
+            None,
+            None,
+            None,
+        )
+
+
+class _Gather(torch.autograd.Function):
+    """The keys or values of all branches [K, kv heads, head_dim], from those of the nodes' tokens
+    [N, kv heads, head_dim]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, keys: Tensor) -> Tensor:
+        ctx.num_tokens = len(x)
+        ctx.save_for_backward(keys)
+        return x.index_select(0, keys)
+
+    @staticmethod
+    def backward(ctx: Any, branch_grads: Tensor) -> tuple[Tensor, None]:
+        (keys,) = ctx.saved_tensors
+        return _sum_branches(branch_grads, keys, ctx.num_tokens), None
+
+
+def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
+    """Returns the gradient [N, kv heads, head_dim] of keys or values from that of the gathered ones
+    [K, kv heads, head_dim]."""
+    # A shared token has the sum over its branches, in float32. On CUDA index_put_ sorts the indices
+    # first, so that the order of the sum is always the same, as it is not with index_add_.
+    total = branch_grads.new_zeros(num_tokens, *branch_grads.shape[1:], dtype=torch.float32)
+    total.index_put_((keys,), branch_grads.float(), accumulate=True)
+    return total.to(branch_grads.dtype)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
     """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
     lengths."""
-    run_tokens = [number * length for number, length in layout.runs]
+    if layout.tree is not None:
+        k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
     # for each sequence.
-    keys, values = (
-        x.split(run_tokens) if layout.tree is None else _branches(x, layout.tree, layout.runs)
-        for x in (k, v)
-    )
+    queries = q.split([number * length for number, length in layout.runs])
+    keys, values = (x.split(layout.run_keys) for x in (k, v))
     outputs = []
-    for (number, _), *run_tensors in zip(
-        layout.runs, q.split(run_tokens), keys, values, strict=True
-    ):
+    for (number, _), *run_tensors in zip(layout.runs, queries, keys, values, strict=True):
         # [number, heads, length, head_dim]
         query, key, value = (
             tensor.unflatten(0, (number, -1)).transpose(1, 2) for tensor in run_tensors
@@ -323,17 +348,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
         out = _sdpa_run(query, key, value, options)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)
-
-
-def _branches(x: Tensor, tree: PrefixTree, runs: list[tuple[int, int]]) -> Iterator[Tensor]:
-    """Yields the keys or values of each run of nodes: those on the way from the root to the end of
-    each node, [number * K, kv heads, head_dim].
-
-    The backward pass adds up the gradient of a shared piece over its branches, in their order."""
-    pieces = x.split(tree.lengths)
-    ways = iter([(*path, node) for node, path in enumerate(tree.paths)])
-    for number, _ in runs:
-        yield torch.cat([pieces[node] for way in islice(ways, number) for node in way])
 
 
 def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions) -> Tensor:

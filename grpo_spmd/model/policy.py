@@ -103,8 +103,6 @@ class Policy(nn.Module):
         """Experts of a layer; 0 for a dense model."""
         self.replays_routes = False
         """True if the engine records routes for this policy's rollouts."""
-        self.shares_prefixes = False
-        """True if rows may share prefixes; proofs then try it."""
 
     @property
     def num_parameters(self) -> int:

@@ -53,6 +53,7 @@ from grpo_spmd.records import (
     Decision,
     Episode,
     MicroBatch,
+    PrefixTree,
     RolloutBatch,
     RolloutGroup,
     Routes,
@@ -452,6 +453,18 @@ def _turn_advantages(
     ]
 
 
+def _has_whole_paths(row: MicroBatch, tree: PrefixTree) -> bool:
+    """Returns True if the keys of each sequence's last node are the tokens of the sequence."""
+    columns = tree.index, tree.keys, tree.starts, tree.key_starts
+    index, keys, starts, key_starts = (column.cpu().numpy() for column in columns)
+    sequences = np.split(index, np.cumsum(row.sequence_lengths)[:-1])
+    last_nodes = [int(np.searchsorted(starts, s[-1], side="right")) - 1 for s in sequences]
+    return all(
+        np.array_equal(keys[key_starts[node] : key_starts[node + 1]], sequence)
+        for node, sequence in zip(last_nodes, sequences, strict=True)
+    )
+
+
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
     """Returns (rollout id, hash) of each rollout in a micro-batch. With `has_critic`, advantages
     are hashed as 0, as in `BatchCheck.run`.
@@ -468,6 +481,7 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
         # In the tree, too, each token is itself and at its own position.
         read = row.tree.tokens[row.tree.index]
         is_aligned &= all(torch.equal(x, x[read]) for x in (row.input_ids, row.position_ids))
+        is_aligned &= _has_whole_paths(row, row.tree)
     token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()

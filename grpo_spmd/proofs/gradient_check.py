@@ -400,29 +400,43 @@ class GradientCheck:
         self._is_rounded = settings.dtype != "float32"
 
     def run(
-        self, groups: Sequence[RolloutGroup], device: torch.device, *, accumulates: bool
+        self,
+        groups: Sequence[RolloutGroup],
+        device: torch.device,
+        *,
+        accumulates: bool,
+        shares_prefixes: bool = False,
     ) -> CheckResult:
         """Collective. Compares the trainer's loss and gradient with plain ones, on short pieces of
         this rank's rollouts, and leaves no gradient behind.
 
         A rank without rollouts takes part with tokens that do not count. Gradients are summed over
         ranks before they are compared, so that every rank gets the same error. `accumulates`: the
-        gradient is accumulated over two micro-batches instead of one, which costs one more pass."""
+        gradient is accumulated over two micro-batches instead of one, which costs one more pass.
+        The rows share prefixes if those of the step do (`shares_prefixes`)."""
         with self._values.random_head() if self._values is not None else nullcontext():
-            return self._run(groups, device, accumulates)
+            return self._run(groups, device, accumulates, shares_prefixes=shares_prefixes)
 
     def _run(
-        self, groups: Sequence[RolloutGroup], device: torch.device, accumulates: bool
+        self,
+        groups: Sequence[RolloutGroup],
+        device: torch.device,
+        accumulates: bool,
+        *,
+        shares_prefixes: bool,
     ) -> CheckResult:
         """Does the work of `run` while the critic's head, if there is one, is random."""
         result = CheckResult()
         policy = self._policy
         values = self._values
-        rollouts = _trial_rollouts(groups, policy)
+        rollouts = _trial_rollouts(groups, policy, shares_prefixes)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
-        batches = [_pack_trial(row, device, policy) for row in rows]
+        batches = [
+            pack_rollouts(row, device, policy.sequence_ranks, shares_prefixes=shares_prefixes)
+            for row in rows
+        ]
         if policy.replays_routes and self._loss.router_aux_coef:
             attach_loads(policy, [batches], self._loss.router_aux_coef)
         counted = batches if policy.counts_rows else []
@@ -527,12 +541,17 @@ class GradientCheck:
         model: Policy,
         groups: Sequence[RolloutGroup],
         device: torch.device,
+        *,
+        shares_prefixes: bool = False,
     ) -> None:
         """Collective. Compares the reference's logprobs of the tokens of `run` with plain ones.
 
         `reference` is the function that the trainer calls. `model` is the model whose weights it
         uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
-        rollouts = _trial_rollouts(groups, self._policy)
+        rollouts = _trial_rollouts(groups, self._policy, shares_prefixes)
+        row = pack_rollouts(
+            rollouts, device, self._policy.sequence_ranks, shares_prefixes=shares_prefixes
+        )
 
         def plain_pass() -> Tensor:
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
@@ -546,7 +565,7 @@ class GradientCheck:
                 return mean_difference(plain_pass(), plain)
 
         with torch.no_grad():
-            logprobs, _ = reference(_pack_trial(rollouts, device, self._policy))
+            logprobs, _ = reference(row)
             if not model.counts_rows:
                 rollouts = []
             plain = plain_pass()
@@ -935,11 +954,13 @@ def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False
     return _synthetic_rollouts(_short_segments(groups, has_siblings=has_siblings))
 
 
-def _trial_rollouts(groups: Sequence[RolloutGroup], policy: Policy) -> list[Rollout]:
+def _trial_rollouts(
+    groups: Sequence[RolloutGroup], policy: Policy, has_siblings: bool
+) -> list[Rollout]:
     """Collective over the policy's sequence group, if it has one. Returns the `short_rollouts` of
     the group's first rank, since all of its ranks run the same row."""
     if policy.sequence_group is None:
-        return short_rollouts(groups, has_siblings=policy.shares_prefixes)
+        return short_rollouts(groups, has_siblings=has_siblings)
 
     def encode() -> list[Any]:
         return [
@@ -950,13 +971,6 @@ def _trial_rollouts(groups: Sequence[RolloutGroup], policy: Policy) -> list[Roll
     return _synthetic_rollouts(
         tuple(Segment(np.array(ids, np.int32), np.array(sampled)) for ids, sampled in segments)
         for segments in on_first_in_group(encode, policy.sequence_group)
-    )
-
-
-def _pack_trial(rollouts: Sequence[Rollout], device: torch.device, policy: Policy) -> MicroBatch:
-    """Returns a row of these rollouts, as the policy's rows are made."""
-    return pack_rollouts(
-        rollouts, device, policy.sequence_ranks, shares_prefixes=policy.shares_prefixes
     )
 
 

@@ -150,8 +150,13 @@ class UpdateCheck(UpdateObserver):
         # All ranks make these checks in the same order: each has collectives. The gradient check
         # comes first, since it sets the bounds that the other two use.
         results += [
-            self._gradients.run(sampled.groups, device, accumulates=is_early),
-            self._check_reference(sampled),
+            self._gradients.run(
+                sampled.groups,
+                device,
+                accumulates=is_early,
+                shares_prefixes=decision.shares_prefixes,
+            ),
+            self._check_reference(sampled, decision),
             self._check_attached(batch),
         ]
         rewards = self._batch_check.rewards_of(sampled, decision)
@@ -219,7 +224,7 @@ class UpdateCheck(UpdateObserver):
         yield
         self._seconds += time.perf_counter() - start
 
-    def _check_reference(self, sampled: SampledStep) -> CheckResult:
+    def _check_reference(self, sampled: SampledStep, decision: Decision) -> CheckResult:
         """Collective. Compares the reference's logprobs with plain ones, and its weights with the
         model's files."""
         result = CheckResult()
@@ -237,7 +242,14 @@ class UpdateCheck(UpdateObserver):
         if not isinstance(model, Policy) or (model is policy and not has_adapters):
             return CheckResult(["the reference is not a model of its own"])
         device = self._session.device
-        self._gradients.compare_reference(result, reference, model, sampled.groups, device)
+        self._gradients.compare_reference(
+            result,
+            reference,
+            model,
+            groups=sampled.groups,
+            device=device,
+            shares_prefixes=decision.shares_prefixes,
+        )
         self._check_files(result, model)
         return result
 

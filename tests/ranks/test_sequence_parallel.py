@@ -1,5 +1,5 @@
 """Ranks that share their rows (model.sequence_parallel_size) compute the loss, gradient and update
-of plain transformers, the running proofs see what is planted there, and a whole run trains."""
+of plain transformers, and the running proofs see what is planted there."""
 
 from __future__ import annotations
 

@@ -364,6 +364,13 @@ bad_value(
     world_size=8,
 )
 bad_value(
+    "training.share_prefixes: ranks share whole rows (model.sequence_parallel_size: 2); set it to "
+    "auto or false",
+    "model.sequence_parallel_size=2",
+    "training.share_prefixes=true",
+    world_size=2,
+)
+bad_value(
     "model.sequence_parallel_size (2): a teacher does not score rows that ranks share; set it to 1",
     "model.sequence_parallel_size=2",
     "teacher.path=policy",

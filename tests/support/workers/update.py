@@ -301,9 +301,7 @@ def one_update(
         ),
         "rows": len(batch.mini_batches[0]),
         "shared_rows": sum(row.tree is not None for row in batch.micro_batches),
-        "forwarded_frac": on_rank0(
-            lambda values: values[0], decision.metrics.get("batching/forwarded_tokens_frac")
-        ),
+        "forwarded_frac": sums["batching/forwarded_tokens_frac"].value,
         "router_aux": sums["router_aux"].value if "router_aux" in sums else 0.0,
         "gradients": gradients,
         "parameters": {
