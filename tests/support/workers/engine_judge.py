@@ -7,6 +7,7 @@ Rank 0 writes {kind or fault: {number of a rollout: [status, score, reply, error
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -176,8 +177,10 @@ def _another_completion() -> Callable[[], None]:
 
 
 def _not_greedy() -> Callable[[], None]:
-    def hot(prompt: list[int], _: None, temperature: float, *more: Any, **rest: Any) -> Request:
-        return Request(prompt, None, 1.0, *more, **rest)
+    def hot(*arguments: Any, **settings: Any) -> Request:
+        request = Request(*arguments, **settings)
+        assert request.temperature == 0.0
+        return dataclasses.replace(request, temperature=1.0)
 
     return _replaced(engine_judge, "Request", hot)
 
