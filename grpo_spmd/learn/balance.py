@@ -12,7 +12,7 @@ import heapq
 import math
 from array import array
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import attrgetter
@@ -178,7 +178,7 @@ def plan_step(
             max_tokens=max_tokens,
             costs=bundles.costs,
         )
-        cost = overhead * sum(_slowest_costs(plan, bundles.costs))
+        cost = overhead * _slowest_cost(plan, bundles.costs)
         if best is None or cost < best_cost:
             best = bundles, plan
             best_cost = cost
@@ -221,11 +221,7 @@ def _unbundle(
 ) -> BatchPlan:
     """Returns a plan of bundles as one of their rollouts."""
     ids = [np.arange(starts[i], starts[i] + sizes[i], dtype=np.int32) for i in plan.ids]
-    lengths = []
-    for block_ids, block_lengths in plan.blocks():
-        row_of = np.repeat(np.arange(block_lengths.size), block_lengths.ravel())
-        row_sizes = np.bincount(row_of, sizes[block_ids], block_lengths.size)
-        lengths.append(row_sizes.reshape(block_lengths.shape).astype(np.int32))
+    lengths = [row_sizes.astype(np.int32) for row_sizes in _row_sums(plan, sizes)]
     return BatchPlan(np.concatenate(ids), lengths)
 
 
@@ -251,17 +247,12 @@ def plan_metrics(
     all_tokens = np.asarray(num_tokens, float)
     rank_costs = np.zeros(num_ranks)
     rank_tokens = np.zeros(num_ranks)
-    for ids, lengths in plan.blocks():
-        row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
-        # bincount adds values in their order, as Python's sum does; np.sum adds them pairwise.
-        row_costs, row_tokens = (
-            np.bincount(row_of, values[ids], lengths.size).reshape(lengths.shape)
-            for values in (all_costs, all_tokens)
-        )
+    for row_costs in _row_sums(plan, all_costs):
         rank_costs += row_costs.cumsum(axis=1)[:, -1]
+    for row_tokens in _row_sums(plan, all_tokens):
         rank_tokens += row_tokens.sum(axis=1)
     total = sum(rank_costs.tolist())
-    slowest = sum(_slowest_costs(plan, all_costs))
+    slowest = _slowest_cost(plan, all_costs)
     return {
         "packing_efficiency_frac": total / (num_ranks * slowest) if slowest else 0.0,
         "rank_cost_spread_frac": float(np.ptp(rank_costs) / max(rank_costs.max(), 1)),
@@ -270,14 +261,22 @@ def plan_metrics(
     }
 
 
-def _slowest_costs(plan: BatchPlan, costs: npt.NDArray[np.float64]) -> list[float]:
-    """Returns the cost of the costliest row of each micro-batch."""
+def _slowest_cost(plan: BatchPlan, costs: npt.NDArray[np.float64]) -> float:
+    """Returns the cost of the costliest row of each micro-batch, summed over micro-batches."""
     slowest: list[float] = []
+    for row_costs in _row_sums(plan, costs):
+        slowest += row_costs.max(axis=0).tolist()
+    return sum(slowest)
+
+
+def _row_sums(plan: BatchPlan, values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+    """Yields the sums of `values` over the items of each row, [ranks, rows of a rank], for each
+    mini-batch. `values` are in the order of the items that the plan deals."""
     for ids, lengths in plan.blocks():
         row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
-        row_costs = np.bincount(row_of, costs[ids], lengths.size).reshape(lengths.shape)
-        slowest += row_costs.max(axis=0).tolist()
-    return slowest
+        # bincount adds values in their order, as Python's sum does; np.sum adds them pairwise.
+        sums: npt.NDArray[Any] = np.bincount(row_of, values[ids], lengths.size)
+        yield sums.reshape(lengths.shape)
 
 
 # The rows of a mini-batch: rollouts are dealt to rows, rows that run side by side are levelled, and
