@@ -187,6 +187,7 @@ def exchange_blocks(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     `blocks` is [ranks of the group, ...], with the same shape on all of them.
     """
+    count_collective()
     blocks = blocks.contiguous()
     received = torch.empty_like(blocks)
     dist.all_to_all_single(received, blocks, group=group)
@@ -198,9 +199,10 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     A block has the same shape on all ranks.
     """
-    gathered = block.new_empty(dist.get_world_size(group), *block.shape)
-    _ALL_GATHER(gathered.view(-1), block.view(-1), group)
-    return gathered
+    gathered = block.new_empty(dist.get_world_size(group), block.numel())
+    gathered[dist.get_rank(group)] = block.flatten()
+    wait_for(start_all_gather(gathered, group))
+    return gathered.view(len(gathered), *block.shape)
 
 
 def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from grpo_spmd.distributed.collectives import start_all_gather, wait_for
+from grpo_spmd.distributed.collectives import gather_blocks
 
 
 def shard_over_ranks(
@@ -137,10 +137,7 @@ def gather_rows(shards: Iterable[tuple[DTensor, Tensor]]) -> list[Tensor]:
         blocks.append(block)
         del local_rows  # freed before the next one is made
     row = torch.cat([block.view(-1) for block in blocks])
-    group = shard_group(parameters[0])
-    gathered = row.new_empty(dist.get_world_size(group), len(row))
-    gathered[dist.get_rank(group)] = row
-    wait_for(start_all_gather(gathered, group))
+    gathered = gather_blocks(row, shard_group(parameters[0]))
     # `gathered` has one row for each rank, and in it a range of columns for each item: the rank's
     # block of that item.
     columns = gathered.split([block.numel() for block in blocks], dim=1)
