@@ -33,7 +33,8 @@ def sampled_step_of(config: Config, session: Session) -> SampledStep:
         max_error_frac,
         session.world_size,
         sequence_ranks=session.sequence_ranks,
-        share_prefixes=config.training.share_prefixes,
+        # As parts.choose_sharing: ranks that share whole rows have no trees.
+        share_prefixes=session.sequence_ranks == 1 and config.training.share_prefixes,
     )
     return SampledStep(rules)
 
