@@ -21,7 +21,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.tools.checkup.devices import check_config, check_plan
 from grpo_spmd.tools.checkup.results import Target
 from tests.support.models import make_model, write_config
-from tests.support.processes import ROOT, Job, run_command, torchrun
+from tests.support.processes import ROOT, Job, processes_left, run_command, torchrun
 from tests.support.terminal import TerminalJob
 from tests.unit.test_checkup import H100, smi, with_smi
 
@@ -311,16 +311,14 @@ def test_what_check_and_planner_say_are_lines(tmp_path: Path) -> None:
 def test_a_checkup_that_is_ended_leaves_nothing_behind(tmp_path: Path) -> None:
     """In the middle of the disk's trial, with its ranks started."""
     job = Job([*CHECKUP, "--only", "disk,links"], env={"PYTHONPATH": str(ROOT)}, cwd=tmp_path)
-    while not [*tmp_path.iterdir()] or len(job.survivors()) < 2:
+    while not [*tmp_path.iterdir()] or len(job.running()) < 2:
         assert job.process.poll() is None
         time.sleep(0.005)
     job.process.terminate()
     code, output = job.wait()
     assert (code, output.splitlines()[-1]) == (1, "checkup: stopped by a signal")
-    deadline = time.monotonic() + 60
-    while job.survivors() and time.monotonic() < deadline:  # who appends to its file ends by itself
-        time.sleep(0.05)
-    assert job.survivors() == []
+    # Who appends to its file ends by itself.
+    assert processes_left(job.mark, patience_s=60) == []
     assert [*tmp_path.iterdir()] == []
 
 

@@ -17,7 +17,7 @@ from tests.support.processes import Job
 def _ranks(job: Job) -> list[int]:
     """Processes of the job that run the training command, once torch's import has begun."""
     ranks = []
-    for pid in {*job.survivors()} - {job.process.pid}:
+    for pid in {*job.running()} - {job.process.pid}:
         try:
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
             maps = Path(f"/proc/{pid}/maps").read_text()
@@ -45,8 +45,8 @@ def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, folder: Path, launch
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait()
     # Without the tie they waited for the launcher's store as long as the limit of a start.
-    while job.survivors():
-        assert time.monotonic() < deadline, f"still there: {job.survivors()}"
+    while job.running():
+        assert time.monotonic() < deadline, f"still there: {job.running()}"
         time.sleep(0.05)
     if launcher == "grpo_spmd.distributed.launch":  # torchrun leaves its folder of error files
         assert list(temporary.iterdir()) == []

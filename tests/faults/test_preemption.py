@@ -125,7 +125,7 @@ def stopped(
             if case == "SIGUSR1 to one rank":
                 target = max(
                     pid
-                    for pid in job.survivors()
+                    for pid in job.running()
                     if b"tests.support.workers.stop" in Path(f"/proc/{pid}/cmdline").read_bytes()
                 )
             os.kill(target, number)

@@ -16,7 +16,7 @@ import pytest
 
 from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import ReportProcess
-from tests.support.processes import Job
+from tests.support.processes import Job, processes_left
 
 FACTS = """
 import json, os, pathlib, resource, sys, threading
@@ -229,12 +229,9 @@ def test_sigkill_of_the_run_ends_it(delay_s: float | None, tmp_path: Path) -> No
     assert job.process.stdout.readline() == "on\n"
     if delay_s is None:
         wait_for(tmp_path / "pid")
-        assert len(job.survivors()) == 2
+        assert len(job.running()) == 2
     else:
         time.sleep(delay_s)
     os.kill(job.process.pid, signal.SIGKILL)
     job.process.wait(60)
-    deadline = time.monotonic() + 30
-    while job.survivors() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert job.survivors() == []
+    assert processes_left(job.mark, patience_s=30) == []

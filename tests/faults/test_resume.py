@@ -115,7 +115,7 @@ def kill_in_fourth_step(folder: Path) -> None:
         time.sleep(0.02)
     ranks = [
         pid
-        for pid in job.survivors()
+        for pid in job.running()
         if b"grpo_spmd.train" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     os.kill(

@@ -149,7 +149,7 @@ def test_after_a_kill_the_next_start_waits_for_what_still_installs_and_finishes(
     second = start(checkout)
     assert second.process.stdout is not None
     assert "waiting for it" in second.process.stdout.readline()
-    for pid in initial.survivors():
+    for pid in initial.running():
         os.kill(pid, signal.SIGKILL)
     code, output = second.wait(60)
     assert code == 0, output

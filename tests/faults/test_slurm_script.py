@@ -132,7 +132,7 @@ def test_scancel_saves_and_does_not_come_back(checkout: Path) -> None:
     )  # what Slurm says of a job that it is about to end
     torchrun = [
         pid
-        for pid in job.survivors()
+        for pid in job.running()
         if b"--signals-to-handle" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     for pid in (*torchrun, job.process.pid):

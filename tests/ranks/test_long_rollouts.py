@@ -84,7 +84,7 @@ def test_rollouts_of_64k_tokens_train_are_killed_go_on_and_are_replayed(tmp_path
         assert time.monotonic() < deadline, job.wait(1)
         time.sleep(0.2)
     time.sleep(5)  # in its second step
-    for pid in job.survivors():
+    for pid in job.running():
         os.kill(pid, signal.SIGKILL)
     job.wait(60)
     assert len(metrics(folder)) == 2

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections import Counter
 from contextlib import suppress
@@ -88,9 +89,8 @@ class Job:
             output, _ = self.process.communicate(self._stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGKILL)
-            for pid in (
-                self.survivors()
-            ):  # torchrun's workers are in sessions of their own, and hold the pipe
+            # torchrun's workers are in sessions of their own, and hold the pipe.
+            for pid in self.running():
                 os.kill(pid, signal.SIGKILL)
             output, _ = self.process.communicate()
             raise AssertionError(
@@ -98,13 +98,27 @@ class Job:
             ) from None
         return self.process.returncode, output or ""
 
-    def survivors(self) -> list[int]:
-        """Processes of this job that are still there."""
+    def running(self) -> list[int]:
+        """Processes of this job that are there at this moment."""
         return marked_processes(self.mark)
+
+    def survivors(self) -> list[int]:
+        """Processes of this job that do not end after it (see `processes_left`)."""
+        return processes_left(self.mark)
+
+
+def processes_left(mark: str, patience_s: float = 10) -> list[int]:
+    """Those with this mark in their environment that are still there after `patience_s`.
+
+    Helpers end by a signal that the kernel sends at their parent's death, so a moment after it."""
+    deadline = time.monotonic() + patience_s
+    while (pids := marked_processes(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids
 
 
 def marked_processes(mark: str) -> list[int]:
-    """Those with this mark in their environment."""
+    """Those with this mark in their environment, at this moment."""
     result = []
     for path in Path("/proc").glob("[0-9]*/environ"):
         try:

@@ -11,7 +11,7 @@ import uuid
 from pathlib import Path
 
 from tests.support import processes
-from tests.support.processes import MARK, ROOT, marked_processes
+from tests.support.processes import MARK, ROOT, marked_processes, processes_left
 
 
 class TerminalJob:
@@ -50,7 +50,7 @@ class TerminalJob:
         while self._read() and time.monotonic() < deadline:
             pass
         if time.monotonic() >= deadline:
-            for pid in self.survivors():
+            for pid in marked_processes(self._mark):
                 os.kill(pid, signal.SIGKILL)
             raise AssertionError(f"still there after {timeout_s:g} s; it has shown:\n{self.shown}")
         os.close(self._terminal)
@@ -59,7 +59,7 @@ class TerminalJob:
         ).splitlines()
 
     def survivors(self) -> list[int]:
-        return marked_processes(self._mark)
+        return processes_left(self._mark)
 
     def _read(self) -> bool:
         """Whether there may be more to come."""
