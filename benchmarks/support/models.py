@@ -64,6 +64,11 @@ def make_large_model(
         )
     model.to_empty(device="cpu")
     model.tie_weights()
+    # No file has the buffers (the frequencies of rotary embeddings): `to_empty` has left anything
+    # there, and `change` may run the model.
+    for name, module in list(model.named_modules()):
+        if next(module.buffers(recurse=False), None) is not None:
+            model.set_submodule(name, type(module)(config))
     std = config.initializer_range
 
     def draw(number: int, name: str, weight: torch.Tensor) -> None:
