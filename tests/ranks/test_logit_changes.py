@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker
 
@@ -15,26 +17,20 @@ from tests.support.ranks import run_worker
 CHANGES: dict[str, dict[str, Any]] = {"gemma2": {}, "gemma3_text": {}, "phi3": {"long_mscale": 1.2}}
 
 
-def test_policy_and_engine_agree_on_caps_windows_and_long_rotary_factors(tmp_path: Path) -> None:
-    configs = []
-    for family, rotary in CHANGES.items():
-        model = make_model(tmp_path / family / "model", family, tied=family != "phi3")
-        described = json.loads((model / "config.json").read_text())
-        if rotary:
-            described["rope_parameters"].update(rotary)
-            (model / "config.json").write_text(json.dumps(described))
-        configs.append(
-            write_config(
-                tmp_path / family, model, rollout={"temperature": 0.7}, proofs={"every_steps": 1}
-            )
-        )
-    output = run_worker(1, "train_each", *map(str, configs))
-    assert output.count("weight-sync proof:") == len(configs)
+@pytest.mark.parametrize("family", CHANGES)
+def test_policy_and_engine_agree_on_caps_windows_and_long_rotary_factors(
+    tmp_path: Path, family: str
+) -> None:
+    model = make_model(tmp_path / "model", family, tied=family != "phi3")
+    described = json.loads((model / "config.json").read_text())
+    if CHANGES[family]:
+        described["rope_parameters"].update(CHANGES[family])
+        (model / "config.json").write_text(json.dumps(described))
+    config = write_config(tmp_path, model, rollout={"temperature": 0.7}, proofs={"every_steps": 1})
+    output = run_worker(1, "train_each", str(config))
+    assert output.count("weight-sync proof:") == 1
     assert "not proved" not in output
-    for config in configs:
-        steps = [
-            json.loads(line)
-            for line in (config.parent / "run" / "metrics.jsonl").read_text().splitlines()
-        ]
-        assert len(steps) == 2
-        assert max(step["weight_sync/mismatch_abs_max"] for step in steps) < 1e-5, config
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    steps = [json.loads(line) for line in lines]
+    assert len(steps) == 2
+    assert max(step["weight_sync/mismatch_abs_max"] for step in steps) < 1e-5

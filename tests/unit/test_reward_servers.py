@@ -10,8 +10,10 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from email.utils import formatdate
 from pathlib import Path
@@ -148,10 +150,23 @@ def test_a_name_that_is_unknown_and_a_server_without_tls_are_said_in_their_words
     assert message.endswith(" (http://no-such-host.invalid/score)")
     assert "nknown error" not in message
     assert "Cannot connect" not in message
-    with stub_server(lambda body: 1.0) as server, pytest.raises(FailedCallError) as caught:
-        _asks(f"{server.url}/score".replace("http:", "https:"))(**ROW)
+    # A server that waits for a line would let the client's handshake wait for a minute.
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=_answer_in_the_clear, args=(server,), daemon=True).start()
+        with pytest.raises(FailedCallError) as caught:
+            _asks(f"https://127.0.0.1:{server.getsockname()[1]}/score")(**ROW)
     # OpenSSL's words, or aiohttp's if the server closed the connection first.
     assert "ssl" in str(caught.value).lower()
+
+
+def _answer_in_the_clear(server: socket.socket) -> None:
+    """What a server without TLS says to whatever comes first."""
+    with suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                connection.recv(1 << 16)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
 
 
 @pytest.mark.parametrize(
