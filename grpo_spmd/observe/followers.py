@@ -28,8 +28,7 @@ from typing import Any
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.processes import end_with_parent, without_launch
-from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
-from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
+from grpo_spmd.observe.trackers import TensorboardRun, Tracker, TrackerFeed, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
 # The seconds that a report may take, and the niceness of its process. For the last report both are
