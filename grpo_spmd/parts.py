@@ -69,7 +69,7 @@ from grpo_spmd.model.routing import refuse_balance_loss
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
-from grpo_spmd.observe.log import LaunchFacts, MetricsLog, Progress
+from grpo_spmd.observe.log import MetricsLog, Progress
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
@@ -678,7 +678,9 @@ def open_log(
     if session.is_rank0:
         followers = open_followers(run_dir, config.logging, config_to_dict(config))
     log = MetricsLog(
-        LaunchFacts(run_dir=run_dir, num_parameters=num_parameters, began=start_time),
+        run_dir,
+        num_parameters,
+        start_time,
         session=session,
         timer=timer,
         logprob_check=logprob_check,
