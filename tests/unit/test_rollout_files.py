@@ -186,10 +186,7 @@ def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
     assert dump_path(tmp_path, 3).read_bytes() == TEXT
     (tmp_path / "elsewhere").write_text("no folder")
     files(tmp_path / "elsewhere").write_step(1, LINES)
-    assert (
-        "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory"
-        in caplog.text
-    )
+    assert "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory" in caplog.text
 
 
 def _record(rollout_id: int | None, of: int | None = 8) -> bytes:
