@@ -521,10 +521,7 @@ def check_source(key: str, source: str) -> None:
     """Raises ConfigError if `source` is a URL, since only files and the hub are read."""
     if not re.match(r"\w+://", source):
         return
-    hub = re.match(r"(?:hf://|https://huggingface\.co/)datasets/([\w.-]+/[\w.-]+)", source)
-    remedy = "download it, and give the file's path"
-    if hub:
-        remedy = f"on the hub: hub:{hub[1]}::train"
+    remedy = "give hub:REPO:SUBSET:SPLIT for a data set of the hub, or download it"
     raise ConfigError(f"{key}: URLs are not read; {remedy}; got {source!r}")
 
 

@@ -1035,18 +1035,18 @@ typed(
 typed(
     "data elsewhere",
     "data.train=https://host/x.jsonl",
-    "data.train: URLs are not read; download it",
+    "data.train: URLs are not read; give hub:REPO:SUBSET:SPLIT",
     "got 'http",
 )
 typed(
     "data of the hub by its page",
     "data.train=https://huggingface.co/datasets/org/x",
-    "on the hub: hub:org/x::train",
+    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
 )
 typed(
     "data of the hub by its address",
     "data.train=hf://datasets/org/x/train.parquet",
-    "on the hub: hub:org/x::train",
+    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
 )
 
 
