@@ -45,7 +45,7 @@ class EngineJudge:
         """
         self.name = config.metric_name
         self.reply_tokens = config.judge_tokens
-        self._judge = Judge(config, f"{entry}.judge")
+        self.rubric = Judge(config, f"{entry}.judge")
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._plain = PlainText(tokenizer)
@@ -55,7 +55,7 @@ class EngineJudge:
                 f"{entry}: the chat template of model.path must write a user's message just once"
             )
         self._prefix, self._suffix = pieces
-        empty = dict.fromkeys(self._judge.needs)
+        empty = dict.fromkeys(self.rubric.needs)
         num_tokens = len(self._encode({**empty, "prompts": "", "completions": ""}))
         if num_tokens >= max_prompt_tokens:
             raise ConfigError(
@@ -76,7 +76,7 @@ class EngineJudge:
         """Returns the tokens of the judge's prompt: the rubric, filled in, as a user's message."""
         columns = {name: [value] for name, value in inputs.items() if name not in CALL_COLUMNS}
         completion = assistant_text(inputs["completions"])
-        body = self._judge.body([inputs["prompts"]], [completion], columns)
+        body = self.rubric.body([inputs["prompts"]], [completion], columns)
         content = without_surrogates(body["messages"][0]["content"])
         # The whole filled-in rubric is data. Otherwise a completion with special tokens in its text
         # could end the user's message and write the judge's reply itself.
@@ -88,11 +88,6 @@ class EngineJudge:
     def text_of(self, reply: Completion) -> str:
         """Returns the text of a reply."""
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
-
-    def score_of(self, reply: str, finish_reason: str) -> float:
-        """Returns the score in a reply, in [0, 1]. Raises UnexpectedError for a reply without a
-        score."""
-        return self._judge.score_of(reply, finish_reason)
 
 
 class EngineJudges:
@@ -159,7 +154,7 @@ class EngineJudges:
                 "extra": {judge.name: {"reply": text}},
             }
             try:
-                column.give(number, judge.score_of(text, reply.finish_reason))
+                column.give(number, judge.rubric.score_of(text, reply.finish_reason))
             except UnexpectedError as error:
                 column.fail(number, f"got from the engine {error}: {text[-_MAX_SHOWN_CHARS:]!r}")
         return column.scores

@@ -64,10 +64,8 @@ class ModelReward:
             try:
                 ids = self._texts.ids_of(group.prompt, group.completions[n], text)
                 if ids is not None and max(ids) >= self._model.num_embeddings:
-                    raise TextError(
-                        f"has the token {max(ids)}, and the model "
-                        f"{self._model.num_embeddings} of them"
-                    )
+                    num_embeddings = self._model.num_embeddings
+                    raise TextError(f"has the token {max(ids)}, and the model {num_embeddings}")
             except TextError as error:
                 column.fail(number, f"got a completion that {error}")
                 continue
@@ -186,14 +184,10 @@ def score_over_ranks(
     ]
     # All scores are copied to the host at once: to wait for each row would leave the device idle.
     values = torch.cat(row_scores).cpu().tolist() if row_scores else []
-    scores: list[list[float]] = [[] for _ in rows]
-    for (source, _), value in zip(chain.from_iterable(rows[rank]), values, strict=True):
-        scores[source].append(value)
-    local_scores = [0.0] * len(texts)
-    for one_rank, returned in zip(numbers, exchange_values(scores), strict=True):
-        for n, value in zip(one_rank, returned, strict=True):
-            local_scores[n] = value
-    return local_scores
+    scores = list(zip(chain.from_iterable(rows[rank]), values, strict=True))
+    # Every rank gets all scores, and takes those of its own texts.
+    gathered = chain.from_iterable(exchange_values([scores] * len(rows)))
+    return [score for _, score in sorted(entry for entry in gathered if entry[0][0] == rank)]
 
 
 def rows_of_ranks(
