@@ -43,7 +43,6 @@ _LAUNCH_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _COLLECTIVE_MODULES = (
     "grpo_spmd.distributed.collectives",
     "grpo_spmd.distributed.session",
-    "grpo_spmd.distributed.store",
 )
 _DEBUGGERS = (
     "pdb",

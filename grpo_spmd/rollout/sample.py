@@ -19,8 +19,7 @@ import numpy as np
 
 from grpo_spmd.config.schema import EvalConfig, RolloutConfig
 from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
-from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.store import count_up, delete_counter
+from grpo_spmd.distributed.collectives import count_up, delete_counter, on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import (
     ConversationId,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.distributed import collectives as store
 from grpo_spmd.distributed import processes as module
-from grpo_spmd.distributed import store
 from grpo_spmd.distributed.interrupt import SIGNALS
 from tests.support.models import write_config
 from tests.support.nightly import selected_values

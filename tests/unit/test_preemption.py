@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_spmd.distributed import collectives as store
 from grpo_spmd.distributed import preemption as module
-from grpo_spmd.distributed import processes, store
+from grpo_spmd.distributed import processes
 from grpo_spmd.distributed.interrupt import SIGNALS
 from grpo_spmd.distributed.preemption import (
     Preempted,
