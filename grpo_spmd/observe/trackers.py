@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
 import socket
+import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -466,6 +468,8 @@ def _escape(cell: Any) -> str:
 class TrackioRun(Tracker):
     """trackio as a tracker.
 
+    trackio writes in the background twice a second, so a kill can lose lines that it had accepted.
+    To find out which lines it lacks, a launch reads trackio's own file and not our state file.
     Rollouts are sent as its traces, whose text trackio shows as it is; the text of its tables it
     would interpret.
     """
@@ -477,8 +481,8 @@ class TrackioRun(Tracker):
 
     name = "trackio"
     title = "trackio"
-    # It writes in the background twice a second. A line that is sent twice is drawn over itself.
-    settles_s = 5.0
+    stored_lines: set[tuple[int, bool]] | None = None
+    """(step, is_evaluation) of the lines that trackio has; None if that is not known."""
 
     def start(self, run_id: str, next_step: int) -> None:
         import trackio
@@ -493,6 +497,13 @@ class TrackioRun(Tracker):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
+        if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+            self.stored_lines = _read_stored_lines(self.project, self._run.id)
+
+    def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
+        if self.stored_lines is None:
+            return super().lacks(step, is_evaluation, next_step)
+        return (step, is_evaluation) not in self.stored_lines
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
         import trackio
@@ -512,3 +523,17 @@ class TrackioRun(Tracker):
         import trackio
 
         trackio.finish()
+
+
+def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:
+    """Returns (step, is_evaluation) of the lines in trackio's file.
+
+    Reads the schema that trackio documents. Returns None if there is no file, or another schema."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    uri = f"{SQLiteStorage.get_project_db_path(project).absolute().as_uri()}?mode=ro"
+    query = "SELECT step, substr(metrics, 1, 7) FROM metrics WHERE run_id = ?"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as connection:
+        rows = connection.execute(query, (run_id,))
+        return {(step, start in (b'{"eval/', '{"eval/')) for step, start in rows}
+    return None
