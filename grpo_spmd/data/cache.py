@@ -197,6 +197,10 @@ def _make_on_disk(folder: Path, name: str, make: Make, source: str, start: int) 
             raise
         # The note is written last, since renaming the file has changed its stamp.
         write_note(folder, name, os.stat(folder / name), "")
+    preferred = next(_candidate_folders())
+    if folder != preferred:
+        fault = f"{preferred} is on another host, has no room, or others may write to it"
+        say(f"warning: data: tokenized prompts are kept in {folder} ({fault})")
     return _find(folder, name)
 
 

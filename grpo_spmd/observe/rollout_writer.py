@@ -257,9 +257,6 @@ class RolloutWriter:
     def _path(self, stem: str, node: int) -> Path:
         return self._folder / f"{node_stem(stem, node)}{PACKED if self._is_packed else PLAIN}"
 
-    def _node_of(self, rank: int) -> int:
-        return next(node for node, ranks in enumerate(self._nodes) if rank in ranks)
-
     def _find_nodes(self) -> None:
         """Collective. Finds the ranks of each node.
 
@@ -277,7 +274,7 @@ class RolloutWriter:
             if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
         ]
         self._nodes = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
-        self._node = self._node_of(self._session.rank)
+        self._node = sum(begin <= self._session.rank for begin in begins)
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:

@@ -546,7 +546,7 @@ def test_what_was_not_used_for_a_month_goes(
 
 
 def test_a_folder_of_another_host_is_passed_over(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What is mapped from there is gone, and the rank with it, as soon as somebody there removes
     it."""
@@ -554,6 +554,7 @@ def test_a_folder_of_another_host_is_passed_over(
     monkeypatch.setattr(cache, "_file_system_of", lambda position: kinds.get(position, "ext4"))
     config = _train(tmp_path)
     build_prompts(read_rows(config), _tokenizer(), config, 1)
+    assert f"{folder} is on another host" in capfd.readouterr().err
     assert not _entries(folder, "rows")
     assert (
         len([*(tmp_path / "tmp").glob("grpo_spmd-*/tokens-*")]) == 3
