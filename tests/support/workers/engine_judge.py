@@ -34,8 +34,8 @@ from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.remote.servers import Judge
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout import engine_judge
-from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+from grpo_spmd.rollout import reward_models as engine_judge
+from grpo_spmd.rollout.reward_models import EngineJudge, EngineJudges
 from grpo_spmd.signals.opening import open_reward_models
 from tests.support.digit_judge import typed
 from tests.support.reward_texts import GROUP_SIZE, groups_of
