@@ -69,7 +69,7 @@ from grpo_spmd.model.routing import refuse_balance_loss
 from grpo_spmd.observe.console import banner, log_to_file, log_to_terminal
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.launches import Launch, begin_launch, host_and_device
-from grpo_spmd.observe.log import LaunchFacts, MetricsLog, Progress
+from grpo_spmd.observe.log import MetricsLog, Progress
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
@@ -662,15 +662,7 @@ def open_log(
     `start_time` is the time of the launch on the monotonic clock. `pool_bytes` returns the size of
     the engine's memory pool. `first_step` is the first step that this launch makes.
     """
-    # The settings that a log line about low memory suggests.
-    memory_remedies = remedies(
-        config.model,
-        config.rollout,
-        config.training,
-        config.max_rollout_tokens,
-        config.reward_pool.num_workers,
-    )
-    ledger = MemoryLedger(session.device, pool_bytes, memory_remedies)
+    ledger = MemoryLedger(session.device, pool_bytes, remedies(flatten_config(config)))
     timer = PhaseTimer(session.device, ledger, first_step)
     run_dir = Path(config.run_dir)
     # Followers are processes that send metrics to trackers; only rank 0 starts them.
@@ -678,7 +670,9 @@ def open_log(
     if session.is_rank0:
         followers = open_followers(run_dir, config.logging, config_to_dict(config))
     log = MetricsLog(
-        LaunchFacts(run_dir=run_dir, num_parameters=num_parameters, began=start_time),
+        run_dir,
+        num_parameters,
+        start_time,
         session=session,
         timer=timer,
         logprob_check=logprob_check,

@@ -641,7 +641,7 @@ FAULTS = (
     ),
     Fault(
         "a judge's answer to the completion before",
-        "rollout/engine_judge.py",
+        "rollout/reward_models.py",
         "            reply = replies.get(key)\n",
         "            reply = replies.get(keys[number - 1])\n",
         ("tests/unit/test_engine_judge.py",),

@@ -35,10 +35,9 @@ from grpo_spmd.checkpoint.run_dir import (
 )
 from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, write_shard
 from grpo_spmd.config.schema import CheckpointConfig
-from grpo_spmd.distributed.collectives import on_rank0
+from grpo_spmd.distributed.collectives import clone_store, on_rank0
 from grpo_spmd.distributed.preemption import remove_marker, write_marker
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.distributed.store import clone_store
 from grpo_spmd.files import sync_path
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.hf_files import checkpoint_folder

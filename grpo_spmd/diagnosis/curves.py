@@ -1,4 +1,4 @@
-"""Curves of a run's metrics: their levels at both ends, and the steps at which something holds.
+"""Curves of a run's metrics, with the steps at which something holds, and findings about them.
 
 Pure. Imports no torch.
 """
@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +52,11 @@ class Curve:
         return float(np.median(self.values[-self.window :])) if len(self) else math.nan
 
     @property
+    def gain(self) -> float:
+        """The level at the end minus that at the beginning."""
+        return self.end - self.start
+
+    @property
     def smoothed(self) -> Floats:
         """Means over `window` values around each value."""
         if not len(self):
@@ -71,9 +76,10 @@ class Curve:
 
     def moved(self, frac: float = 0.25) -> StepRange | None:
         """Returns the steps since which the metric is `frac` of the way from start to end."""
-        bound = self.start + frac * (self.end - self.start)
-        is_beyond = self.values >= bound if self.end > self.start else self.values <= bound
-        return find_range(self.steps, is_beyond)
+        bound = self.start + frac * self.gain
+        return find_range(
+            self.steps, self.values >= bound if self.gain > 0 else self.values <= bound
+        )
 
 
 class StepRange(NamedTuple):
@@ -89,6 +95,7 @@ class StepRange(NamedTuple):
 
 
 def metric_curve(lines: Metrics, key: str) -> Curve:
+    """Returns the curve of the metric `key` in some lines."""
     rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     points = np.array(rows, np.float64).reshape(-1, 2)
     return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
@@ -119,3 +126,39 @@ def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
     keys = dict.fromkeys(key for line in lines[-200:] for key in line)
     matches = (re.fullmatch(pattern, key) for key in keys)
     return [match[1] for match in matches if match is not None]
+
+
+# The two kinds of results of a diagnosis.
+
+Level = Literal["ok", "warning", "bad"]
+LEVELS: tuple[Level, ...] = ("bad", "warning", "ok")
+"""The worst first."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something to look at in a run."""
+
+    level: Level
+    title: str
+    text: str
+    step: int | None = None  # where it began
+    metric: str | None = None  # the curve that shows it
+    explains: tuple[str, ...] = ()
+    """A cause names the metrics whose findings are its symptoms; these are told with it alone."""
+
+    @property
+    def suffix(self) -> str:
+        """Where it began, to stand behind the title."""
+        return f" (from step {self.step})" if self.step is not None else ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the run's own checks: its result so far, and the bound at which it stops the run."""
+
+    name: str
+    level: Level
+    value: str
+    bound: str
+    text: str

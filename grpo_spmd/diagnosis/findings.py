@@ -8,70 +8,51 @@ from dataclasses import replace
 import numpy as np
 
 from grpo_spmd.diagnosis.causes import CAUSES
-from grpo_spmd.diagnosis.dumps import DUMP_RULES, Dumps
-from grpo_spmd.diagnosis.ranks import judge_timeline
-from grpo_spmd.diagnosis.results import LEVELS, Check, Finding
+from grpo_spmd.diagnosis.curves import LEVELS, Check, Finding
 from grpo_spmd.diagnosis.run import RecordedRun
-from grpo_spmd.diagnosis.symptoms import SYMPTOMS
+from grpo_spmd.diagnosis.symptoms import SYMPTOMS, Rule
 
 
 def list_findings(run: RecordedRun) -> list[Finding]:
     """Returns the findings, the worst first; one that all is well if nothing is wrong."""
-    symptoms = [result for result in _judge(run) if isinstance(result, Finding)]
-    findings = _explain([*_list_causes(run, symptoms), *symptoms])
-    # Checks near their bound, so that a verdict of praise does not stand beside them.
-    if all(finding.level == "ok" for finding in findings):
-        for check in list_checks(run):
-            if check.level != "ok":
-                findings.append(
-                    Finding(
-                        check.level,
-                        f"the check of {check.name} is not far from its bound",
-                        f"{check.value}; its bound is {check.bound}: {check.text}.",
-                    )
-                )
-    if run.steps and all(finding.level == "ok" for finding in findings):
-        findings.append(
-            Finding(
-                "ok",
-                "nothing stands out",
-                f"{len(run.steps)} steps: {_list_sources(run)} show no trouble.",
-            )
-        )
-    findings.sort(key=lambda finding: LEVELS.index(finding.level))
+    results = _judge(run, CAUSES + SYMPTOMS)
+    findings = _explain([result for result in results if isinstance(result, Finding)])
     # Praise has no place beside trouble.
-    worst = findings[0].level if findings else "ok"
-    return [finding for finding in findings if worst == "ok" or finding.level != "ok"]
+    troubles = [finding for finding in findings if finding.level != "ok"]
+    if not troubles:
+        # Checks near their bound are trouble, too, if there is no other.
+        troubles = [
+            Finding(
+                check.level,
+                f"the check of {check.name} is not far from its bound",
+                f"{check.value}; its bound is {check.bound}: {check.text}.",
+            )
+            for check in results
+            if isinstance(check, Check) and check.level != "ok"
+        ]
+    if run.steps and not troubles:
+        text = f"{len(run.steps)} steps: metrics, checks and recorded rollouts show no trouble."
+        findings.append(Finding("ok", "nothing stands out", text))
+    return sorted(troubles or findings, key=lambda finding: LEVELS.index(finding.level))
 
 
-def summary_lines(run: RecordedRun, max_findings: int = 3) -> list[str]:
+def summary_lines(run: RecordedRun) -> list[str]:
     """Returns a line for each of the worst findings, for the end of a run's console."""
-    lines: list[str] = []
-    for finding in list_findings(run)[:max_findings]:
-        if finding.level != "ok" or not lines:
-            lines.append(f"{finding.title}{finding.suffix}: {finding.text}")
-    return lines
+    findings = list_findings(run)
+    # One line of praise is enough.
+    num_lines = 1 if findings and findings[0].level == "ok" else 3
+    return [f"{f.title}{f.suffix}: {f.text}" for f in findings[:num_lines]]
 
 
 def list_checks(run: RecordedRun) -> list[Check]:
     """Returns the checks that the run has made, with their margins."""
-    return [result for result in _judge(run) if isinstance(result, Check)]
+    return [result for result in _judge(run, SYMPTOMS) if isinstance(result, Check)]
 
 
-def _judge(run: RecordedRun) -> list[Finding | Check]:
+def _judge(run: RecordedRun, rules: Sequence[Rule]) -> list[Finding | Check]:
     # The figures in other people's folders may be beyond all bounds.
     with np.errstate(all="ignore"):
-        return [result for rule in SYMPTOMS for result in rule(run)]
-
-
-def _list_causes(run: RecordedRun, symptoms: Sequence[Finding]) -> list[Finding]:
-    dumps = Dumps(run)
-    with np.errstate(all="ignore"):
-        # A slow rank explains what waits for it.
-        causes = [*judge_timeline(run)]
-        causes += [finding for rule in CAUSES for finding in rule(run, symptoms)]
-        causes += [finding for rule in DUMP_RULES for finding in rule(run, dumps)]
-        return causes
+        return [result for rule in rules for result in rule(run)]
 
 
 def _explain(findings: Sequence[Finding]) -> list[Finding]:
@@ -104,11 +85,3 @@ def _explain(findings: Sequence[Finding]) -> list[Finding]:
         level = min((cause.level, *(effect.level for effect in effects)), key=LEVELS.index)
         explanations[cause] = replace(cause, text=text, level=level)
     return [explanations[finding] for finding in findings if finding not in explained]
-
-
-def _list_sources(run: RecordedRun) -> str:
-    """Returns what the diagnosis could look at in this folder."""
-    sources = "rewards, lengths, entropy, gradients, memory and the checks"
-    if run.dumped_steps:
-        sources = f"{sources.replace(' and', ',')}, rollouts and prompts"
-    return sources

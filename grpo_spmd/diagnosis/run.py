@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,10 @@ from grpo_spmd.checkpoint.run_dir import list_checkpoints, step_of
 from grpo_spmd.config.describe import flat
 from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.load import YAML_ERRORS, StrictLoader
+from grpo_spmd.diagnosis.curves import Curve, metric_curve
 from grpo_spmd.files import UntrustedError, open_regular, read_json
 from grpo_spmd.observe.metrics_file import is_evaluation
-from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.observe.run_folder import ReadErrors, RunFolder
 
 REPORT_FILES = ("failure.txt", "hang.txt")
 # Lines of metrics in memory and all their values, of 100 bytes each. From a longer run every second
@@ -47,6 +49,12 @@ _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
+_NUM_READ_STEPS = 3  # whose rollouts are read for a cause
+_MAX_ROLLOUTS = 4_096  # of a step
+_ROLLOUT_FIELDS = (
+    "rollout_id", "row", "position", "sample", "prompt", "columns", "completion", "reward",
+    "completion_ids", "finish_reason",
+)  # fmt: skip
 _CLOCK_SKEW_S = 5.0  # between a file's time and the clock of another host
 _EXIT_S = 30.0  # that a process may hold the folder after it wrote the end of its launch
 
@@ -102,6 +110,32 @@ class RecordedRun:
     def files(self) -> RunFolder:
         """The readers of the run's dumps. Lists the folder once."""
         return RunFolder(self.folder)
+
+    def curve(self, metric: str) -> Curve:
+        """Returns a metric at the steps where it is known."""
+        return metric_curve(self.steps, metric)
+
+    @cached_property
+    def initial_rollouts(self) -> list[Any]:
+        """The rollouts of the first dumped step, with the fields that causes need."""
+        return self._rollouts(self.dumped_steps[:1])
+
+    @cached_property
+    def newest_rollouts(self) -> list[Any]:
+        """The same of the last dumped steps."""
+        return self._rollouts(self.dumped_steps[-_NUM_READ_STEPS:])
+
+    def rollouts_around(self, step: int) -> list[Any]:
+        """Returns the same of the dumped steps that are nearest to a step."""
+        steps = sorted(self.dumped_steps, key=lambda dumped_step: abs(dumped_step - step))
+        return self._rollouts(steps[:_NUM_READ_STEPS])
+
+    def _rollouts(self, steps: Sequence[int]) -> list[Any]:
+        rollouts: list[Any] = []
+        for step in steps:
+            records = self.files.rollouts(step, _ROLLOUT_FIELDS, ReadErrors())
+            rollouts += [record for _, record in islice(records, _MAX_ROLLOUTS)]
+        return rollouts
 
 
 def read_run(folder: Path) -> RecordedRun:

@@ -15,14 +15,15 @@ import numpy as np
 
 from grpo_spmd.config.errors import cut_middle
 from grpo_spmd.diagnosis.curves import (
+    Check,
     Curve,
-    Metrics,
+    Finding,
+    Level,
     StepRange,
     find_range,
     matching_metrics,
     metric_curve,
 )
-from grpo_spmd.diagnosis.results import Check, Finding, Level
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.proofs.logprob_check import bounds_of
@@ -44,9 +45,8 @@ _MEMORY_CAUSES = {
     "drop, in a list, a cache or a connection that outlives the call."
 }
 # With these a policy or a critic learns from groups whose rewards are alike, too.
-_OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
+OTHER_SIGNALS = {"teacher/kl", "critic/loss"}
 _MISMATCH_MEAN = "weight_sync/mismatch_abs_mean"
-_MISMATCH_MAX = "weight_sync/mismatch_abs_max"
 # Metrics that may explain why the reward falls.
 _EXPLANATIONS = (
     "completion/tokens_mean",
@@ -69,17 +69,17 @@ class HighShare(NamedTuple):
     min_rise: float = math.inf  # a rise by so much counts before it reaches the bound
 
 
-_ALIKE_GROUPS = HighShare(
-    "reward/zero_std_groups_frac",
-    0.8,
-    "groups are alike",
-    text="All rewards of such a group are alike and teach nothing: the task is too hard, too easy, "
-    "or the reward never differs. See the completions, other prompts, a larger rollout.group_size, "
-    "or rollout.dynamic_sampling.",
-    bad_from=0.95,
-)
+_ALIKE_GROUPS = "reward/zero_std_groups_frac"
 _HIGH_SHARES = (
-    _ALIKE_GROUPS,
+    HighShare(
+        _ALIKE_GROUPS,
+        0.8,
+        "groups are alike",
+        text="All rewards of such a group are alike and teach nothing: the task is too hard, too "
+        "easy, or the reward never differs. See the completions, other prompts, a larger "
+        "rollout.group_size, or rollout.dynamic_sampling.",
+        bad_from=0.95,
+    ),
     HighShare(
         "reward/unscored_frac",
         0.05,
@@ -162,9 +162,8 @@ def _level(value: float, warning_from: float, bad_from: float) -> Level:
 
 def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
     if run.state in _END_STATES:
-        yield Finding(
-            "bad", f"the run {_END_STATES[run.state]}", run.why, step=run.last_step or None
-        )
+        title = f"the run {_END_STATES[run.state]}"
+        yield Finding("bad", title, run.why, step=run.last_step or None)
 
 
 def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
@@ -190,13 +189,9 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
     """Yields a finding for each share of `_HIGH_SHARES` that is above its bound or has risen by its
     `min_rise`."""
     for rule in _HIGH_SHARES:
-        lines: Metrics = run.steps
-        if rule is _ALIKE_GROUPS:
-            # With a teacher or a critic, a group whose rewards are all equal teaches too.
-            lines = [line for line in lines if not line.keys() & _OTHER_SIGNALS]
-        curve = metric_curve(lines, rule.metric)
+        curve = run.curve(rule.metric)
         steps = find_range(curve.steps, curve.values >= rule.bound)
-        if steps is None and curve.end >= curve.start + rule.min_rise:
+        if steps is None and curve.gain >= rule.min_rise:
             steps = curve.moved()
         if steps is None:
             continue
@@ -206,7 +201,10 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
         text += f"start. {rule.text}"
         # A trouble that is over is a warning, however large it was.
         level: Level = "bad" if steps.is_open and curve.end >= rule.bad_from else "warning"
-        if rule is _ALIKE_GROUPS and is_solved(run):
+        if rule.metric == _ALIKE_GROUPS and run.steps[-1].keys() & OTHER_SIGNALS:
+            # With a teacher or a critic, a group whose rewards are all equal teaches too.
+            continue
+        if rule.metric == _ALIKE_GROUPS and is_solved(run):
             level = "ok"
             title = "the prompts are nearly solved"
             text = "The reward has risen, so most groups are alike, and little is left to learn."
@@ -214,7 +212,7 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
-    reward = metric_curve(run.steps, "reward/mean")
+    reward = run.curve("reward/mean")
     if len(reward) < max(6, 2 * reward.window):
         return
     smoothed = reward.smoothed
@@ -244,7 +242,7 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
     """Returns which other metrics changed by half or more at the same time."""
     changes = []
     for key in _EXPLANATIONS:
-        curve = metric_curve(run.steps, key)
+        curve = run.curve(key)
         early_values = curve.values[curve.steps < first_step][-20:]
         late_values = curve.values[curve.steps >= first_step]
         if len(early_values) and len(late_values):
@@ -258,7 +256,7 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
 
 def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
     """Yields tools that raise, which costs no episode its reward and so shows nowhere else."""
-    curve = metric_curve(run.steps, "environment/tool_error_frac")
+    curve = run.curve("environment/tool_error_frac")
     failed_steps = curve.steps[curve.values >= _FAILED_TOOLS_FRAC]
     if len(failed_steps):
         yield Finding(
@@ -297,7 +295,7 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
     watched = _watched_subjects(run)
     for subject, prefix in prefixes.items():
         for kind, verb in (("error", "fails"), ("timeout", "times out")):
-            curve = metric_curve(run.steps, f"{prefix}{kind}_frac")
+            curve = run.curve(f"{prefix}{kind}_frac")
             failed_steps = curve.steps[curve.values >= _FAILED_FRAC]
             if len(failed_steps):
                 peak = curve.values.max()
@@ -323,7 +321,7 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
             (line.get(f"{prefix}error_frac") or 0.0) + (line.get(f"{prefix}timeout_frac") or 0.0)
             for line in run.steps
         ]
-        if len(metric_curve(run.steps, f"{prefix}error_frac")) and subject not in watched:
+        if len(run.curve(f"{prefix}error_frac")) and subject not in watched:
             worst = int(np.argmax(fracs))
             yield Check(
                 subject,
@@ -335,17 +333,16 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
-    tokens = metric_curve(run.steps, "completion/tokens_mean")
-    reward = metric_curve(run.steps, "reward/mean")
+    tokens = run.curve("completion/tokens_mean")
+    reward = run.curve("reward/mean")
     steps = tokens.moved()
     if steps is None or tokens.start <= 0 or len(tokens) < 6:
         return
     ratio = tokens.end / tokens.start
-    gain = reward.end - reward.start
     threshold = 0.25 * reward_spread(run)
     # Longer completions are no trouble if the reward rises with them.
-    is_explosion = ratio >= 3 and gain < threshold
-    if is_explosion or (ratio <= 1 / 3 and gain < -threshold):
+    is_explosion = ratio >= 3 and reward.gain < threshold
+    if is_explosion or (ratio <= 1 / 3 and reward.gain < -threshold):
         yield Finding(
             "warning",
             "lengths explode" if is_explosion else "lengths collapse",
@@ -377,7 +374,7 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
-    entropy = metric_curve(run.steps, "loss/entropy")
+    entropy = run.curve("loss/entropy")
     half_way = entropy.moved(0.5)
     if half_way is None or len(entropy) < 6 or entropy.start <= 0 or has_learned(run):
         return
@@ -397,10 +394,11 @@ def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
-    skipped = metric_curve(run.steps, "optim/skipped_updates")
+    skipped = run.curve("optim/skipped_updates")
     if not len(skipped):
         return
     indices = np.flatnonzero(skipped.values)
+    is_newest = skipped.values[-1] > 0
     num_skipped = f"{skipped.values.sum():.6g}"
     yield Check(
         "finite updates",
@@ -412,7 +410,7 @@ def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
     if len(indices):
         yield Finding(
             # One skipped update is bad luck, unless it is the newest.
-            "bad" if len(indices) > 1 or indices[0] == len(skipped) - 1 else "warning",
+            "bad" if len(indices) > 1 or is_newest else "warning",
             "updates are skipped",
             f"{num_skipped} updates in {len(indices)} steps: loss or gradient was not finite.",
             step=int(skipped.steps[indices[0]]),
@@ -421,7 +419,7 @@ def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
-    norm = metric_curve(run.steps, "optim/grad_norm")
+    norm = run.curve("optim/grad_norm")
     bound = setting(run, "optimizer.max_grad_norm", 1.0)
     if not len(norm):
         return
@@ -445,10 +443,10 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
-    for index, key in enumerate((_MISMATCH_MEAN, _MISMATCH_MAX)):
-        curve = metric_curve(run.steps, key)
-        limit = setting(run, "proofs.max_mismatch", 0.0) or None
-        scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
+    limit = setting(run, "proofs.max_mismatch", 0.0) or None
+    scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
+    for index, name in enumerate(("mean", "largest")):
+        curve = run.curve((_MISMATCH_MEAN, "weight_sync/mismatch_abs_max")[index])
         bounds = np.full(len(curve), bounds_of(run.dtype, limit, scale)[index])
         # The first step has a bound of its own: there is no scale before it.
         bounds[:1] = bounds_of(run.dtype, limit, None)[index]
@@ -459,7 +457,7 @@ def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
         worst = int(np.argmax(fracs))
         worst_step = int(curve.steps[worst])
         yield Check(
-            f"logprobs, {('mean', 'largest')[index]}",
+            f"logprobs, {name}",
             _level(fracs[worst], _NEAR_BOUND, 1.0),
             value=f"{curve.values[worst]:.3g} at step {worst_step}",
             bound=f"{bounds[worst]:.3g}",
@@ -482,24 +480,24 @@ def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
                 f"{curve.end:.3g} nats now, {curve.start:.3g} at the start, "
                 f"{curve.values.max():.3g} at the most; at {bounds[-1]:.3g} the run stops.",
                 step=steps.first,
-                metric=key,
+                metric=curve.key,
             )
 
 
 def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
-    growths: list[tuple[float, Curve]] = []
     # Memory that stays in use, not peaks, which follow the lengths. The first half of a run takes
     # what it needs once, so a leak must still grow in the second half.
     half = run.steps[len(run.steps) // 2 :]
-    for key in matching_metrics(half, r"(memory/(?:sleep/left|host/workers|\w+/allocated)_gib)"):
-        curve = metric_curve(half, key)
-        growth = curve.end - curve.start
-        if len(curve) >= 10 and growth >= max(_MIN_GROWTH_GIB, 0.05 * abs(curve.start)):
-            growths.append((growth, curve))
-    if growths:
-        growth, curve = max(growths, key=lambda entry: entry[0])
+    names = matching_metrics(half, r"(memory/(?:sleep/left|host/workers|\w+/allocated)_gib)")
+    curves = [metric_curve(half, name) for name in names]
+    growing = [
+        curve
+        for curve in curves
+        if len(curve) >= 10 and curve.gain >= max(_MIN_GROWTH_GIB, 0.05 * abs(curve.start))
+    ]
+    for curve in sorted(growing, key=lambda curve: -curve.gain)[:1]:
         steps = curve.moved()
-        rate = growth / max(1, curve.steps[-1] - curve.steps[0]) * 1000
+        rate = curve.gain / max(1, curve.steps[-1] - curve.steps[0]) * 1000
         yield Finding(
             "warning",
             "memory grows",
@@ -512,7 +510,7 @@ def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
 
 def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
     """Yields evaluations whose last two are well below the best, while the reward still rose."""
-    reward = metric_curve(run.steps, "reward/mean")
+    reward = run.curve("reward/mean")
     for name in matching_metrics(run.evaluations, r"eval/(.+)/mean"):
         scores = metric_curve(run.evaluations, f"eval/{name}/mean")
         if not len(reward) or len(scores) < 4:
@@ -538,7 +536,8 @@ def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
             )
 
 
-SYMPTOMS: tuple[Callable[[RecordedRun], Iterator[Finding | Check]], ...] = (
+Rule = Callable[[RecordedRun], Iterator[Finding | Check]]
+SYMPTOMS: tuple[Rule, ...] = (
     _judge_end_state,
     _judge_proofs,
     _judge_mismatch,
@@ -562,18 +561,18 @@ def has_learned(run: RecordedRun) -> bool:
     A run in which a reward of its own fell, or which cuts its completions off, has learned
     something else.
     """
-    reward = metric_curve(run.steps, "reward/mean")
+    reward = run.curve("reward/mean")
     # The first step's: a run may learn within the few steps that make up the level at the start.
-    spread = metric_curve(run.steps, "reward/std").values[:1].sum()
+    spread = run.curve("reward/std").values[:1].sum()
     has_risen = reward.end - reward.values[:1].sum() >= 0.5 * spread > 0
     is_best = reward.end >= 0.9 * reward.smoothed.max(initial=-math.inf)
-    is_cut_off = metric_curve(run.steps, "completion/truncated_frac").end >= 0.5
+    is_cut_off = run.curve("completion/truncated_frac").end >= 0.5
     return has_risen and is_best and not is_cut_off and not fallen_rewards(run)
 
 
 def is_solved(run: RecordedRun) -> bool:
     """Returns True if the run has learned, and rewards hardly differ within a step any more."""
-    std = metric_curve(run.steps, "reward/std")
+    std = run.curve("reward/std")
     return has_learned(run) and std.end <= 0.5 * std.start
 
 
@@ -581,18 +580,16 @@ def fallen_rewards(run: RecordedRun) -> list[Curve]:
     """Returns the curves of the rewards that have fallen by a quarter of their spread or more."""
     fallen = []
     for name in matching_metrics(run.steps, r"reward/(.+)/mean"):
-        curve = metric_curve(run.steps, f"reward/{name}/mean")
-        spread = metric_curve(run.steps, f"reward/{name}/std")
-        if len(curve) >= 6 and curve.start - curve.end >= max(
-            0.25 * spread.start, 3 * curve.noise, 1e-9
-        ):
+        curve = run.curve(f"reward/{name}/mean")
+        spread = run.curve(f"reward/{name}/std")
+        if len(curve) >= 6 and -curve.gain >= max(0.25 * spread.start, 3 * curve.noise, 1e-9):
             fallen.append(curve)
     return fallen
 
 
 def reward_spread(run: RecordedRun) -> float:
     """Returns the standard deviation of the rewards within a step; the median over the steps."""
-    std = metric_curve(run.steps, "reward/std")
+    std = run.curve("reward/std")
     return float(np.median(std.values)) if len(std) else 0.0
 
 

@@ -1,7 +1,8 @@
-"""All collectives of the run except those that FSDP and vLLM make themselves.
+"""All collectives of the run except those that FSDP and vLLM make themselves, and the run's store.
 
 Rewards, plans and token ids are sent as bytes over gloo. Nothing is pickled. All ranks must call
-these functions in the same order.
+these functions in the same order. The key-value store, through which ranks tell each other things
+without a collective, is in the process of torchrun's agent, or of rank 0.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from grpo_spmd.distributed.doctor import count_collective
 from grpo_spmd.distributed.exit import Rank0Error
 
 T = TypeVar("T")
+# The run's store, None before start_session.
+_store: dist.Store | None = None
 # torch 2.13 renamed all_gather_into_tensor to all_gather_single.
 _ALL_GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 # The first byte of rank 0's reply tells what follows: a result, a ConfigError, or another error.
@@ -292,3 +295,59 @@ def _as_tensor(payload: bytes) -> Tensor:
     if not payload:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+
+
+# The store.
+
+
+def open_store(store: dist.Store) -> None:
+    """Makes `store` the run's store. No earlier attempt of the run may have used its prefix."""
+    global _store
+    _store = store
+
+
+def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
+    """Claims the next job in `queue` and returns its number; None if no job is left.
+
+    Jobs are numbered from 0 to `num_jobs` - 1, and no two calls get the same one. Each of the
+    `num_claimers` ranks must claim until it gets None. The last of these calls removes the queue,
+    so that the store does not grow; only then may the name be used again.
+    """
+    number = _run_store().add(queue, 1) - 1
+    # The last rank that gets None.
+    if number == num_jobs + num_claimers - 1:
+        _run_store().delete_key(queue)
+    return number if number < num_jobs else None
+
+
+def count_up(counter: str, by: int = 1) -> int:
+    """Adds `by` to `counter`, which starts at 0, and returns the sum; no two calls get the same."""
+    return int(_run_store().add(counter, by))
+
+
+def delete_counter(counter: str) -> None:
+    """Removes a counter that nobody uses any more, so that the store does not grow."""
+    _run_store().delete_key(counter)
+
+
+def clone_store() -> dist.Store:
+    """Returns the store over a new connection, for use in another thread.
+
+    A call that waits blocks its connection: over a shared one it would block the main thread too.
+    """
+    return _run_store().clone()  # type: ignore[attr-defined, no-any-return]
+
+
+def post_notice(notice: str, text: str) -> None:
+    """Shows `text` to all ranks under the name `notice`."""
+    _run_store().set(notice, text)
+
+
+def read_notice(notice: str) -> str | None:
+    """Returns what some rank has posted under this name, or None."""
+    return _run_store().get(notice).decode() if _run_store().check([notice]) else None
+
+
+def _run_store() -> dist.Store:
+    assert _store is not None, "start_session comes first"
+    return _store

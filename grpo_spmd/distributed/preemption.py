@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.distributed import interrupt
-from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.collectives import any_rank, on_rank0, post_notice, read_notice
 from grpo_spmd.distributed.exit import is_embedded
 from grpo_spmd.distributed.processes import seconds_left
-from grpo_spmd.distributed.store import post_notice, read_notice
 from grpo_spmd.files import write_durably
 from grpo_spmd.records import ScoredRollouts
 

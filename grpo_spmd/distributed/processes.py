@@ -15,13 +15,13 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -43,7 +43,6 @@ _LAUNCH_PREFIXES = ("TORCHELASTIC_", "GROUP_", "ROLE_")
 _COLLECTIVE_MODULES = (
     "grpo_spmd.distributed.collectives",
     "grpo_spmd.distributed.session",
-    "grpo_spmd.distributed.store",
 )
 _DEBUGGERS = (
     "pdb",
@@ -76,10 +75,9 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:
     """Makes the kernel send signal `number` to this process when the thread that started it ends.
 
-    The number 0 cancels that. Does nothing on systems other than Linux. If `parent_pid` is given
-    and that process has already ended, this process exits at once."""
-    with suppress(AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    The number 0 cancels that. If `parent_pid` is given and that process has already ended, this
+    process exits at once."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     # Checked after the call above, so that a parent that ends in between is noticed too.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)
@@ -115,7 +113,7 @@ def host_identity(namespace: str = "net") -> str:
     """
     boot_id = ""
     with suppress(OSError):  # a container may hide it
-        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {boot_id} {os.readlink(f'/proc/self/ns/{namespace}')}"
 
 
@@ -166,8 +164,9 @@ def format_ranks(ranks: Sequence[int]) -> str:
             spans.append([])
         spans[-1].append(rank)
     texts = [f"{span[0]}-{span[-1]}" if len(span) > 1 else f"{span[0]}" for span in spans]
-    remark = f" and {len(texts) - _MAX_SPANS} more" if len(texts) > _MAX_SPANS else ""
-    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts[:_MAX_SPANS])}{remark}"
+    if len(texts) > _MAX_SPANS:
+        texts[_MAX_SPANS:] = [f"and {len(texts) - _MAX_SPANS} more"]
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(texts)}"
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -208,14 +207,9 @@ def innermost_line(frame: FrameType | None) -> str:
 
     Frames of libraries, and of our own modules of collectives, are skipped.
     """
-    library_paths = (
-        "site-packages",
-        f"{os.sep}lib{os.sep}python{sys.version_info.major}",
-        "<frozen",
-    )
     for inner in frames(frame):
         path = inner.f_code.co_filename
-        is_library = any(text in path for text in library_paths)
+        is_library = re.search("site-packages|/lib/python3|<frozen", path)
         if not is_library and _module(inner) not in _COLLECTIVE_MODULES:
             return f"{path}:{inner.f_lineno} ({inner.f_code.co_name})"
     return ""
@@ -294,33 +288,18 @@ def seconds_left(max_time_s: float | None) -> float | None:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return None
-    command = ["squeue", "-h", "-j", job, "-o", "%L"]
+    # Slurm before 23 sets no SLURM_JOB_END_TIME. "N/A": the job has no limit.
+    command = ["squeue", "-h", "-j", job, "-o", "%e"]
     try:
-        text = subprocess.run(
-            command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        text = str(error)
-    time_s = parse_time_left(text)
-    if time_s is None and text.strip() != "UNLIMITED":
+        end = subprocess.check_output(command, text=True, timeout=_SQUEUE_TIMEOUT_S).strip()
+        return None if end == "N/A" else datetime.fromisoformat(end).timestamp() - time.time()
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning(
-            "the end of the Slurm job is not known (squeue said %r); "
+            "the end of the Slurm job is not known (%s); "
             "without training.max_time_s only signals stop the run",
-            text,
+            error,
         )
-    return time_s
-
-
-def parse_time_left(text: str) -> int | None:
-    """Returns the seconds that squeue's %L gives as [[days-]hours:]minutes:seconds.
-
-    Returns None for UNLIMITED, INVALID, NOT_SET and everything else.
-    """
-    match = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
-    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+    return None
 
 
 def seconds_since_launch() -> float:

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from grpo_spmd.config.schema import WatchdogConfig
 from grpo_spmd.distributed import doctor
-from grpo_spmd.distributed.collectives import barrier
+from grpo_spmd.distributed.collectives import barrier, open_store
 from grpo_spmd.distributed.machine import rank_device, refuse_unreachable, with_time_to_start
 from grpo_spmd.distributed.processes import end_with_parent, free_port
-from grpo_spmd.distributed.store import open_store
 
 _DEFAULT_LIMITS = WatchdogConfig()
 _MIN_COLLECTIVE_TIMEOUT_S = 3600.0

@@ -28,11 +28,11 @@ from grpo_spmd.distributed.collectives import (
     all_gather_numbers,
     any_rank,
     barrier,
+    claim,
     on_first_in_group,
 )
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session, engine_group
-from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
 from grpo_spmd.engine.gather import Piece

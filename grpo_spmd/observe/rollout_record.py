@@ -241,6 +241,7 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
     """
     turns = list[dict[str, Any]]()
     waiting = deque(episode.turns)
+    number = 0
     for number, segment in enumerate(episode.segments):
         changes = np.flatnonzero(np.diff(segment.sampled)) + 1
         stretches = np.split(segment.token_ids, changes)
@@ -252,22 +253,16 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
             while len(ids):
                 turns.append(_turn_fields(number, waiting[0], ids.tolist()))
                 ids = ids[waiting.popleft().num_tokens :]
-    tools = {}
-    if episode.num_tool_calls is not None:
-        tools = {name: vars(episode)[name] for name in ("num_tool_calls", "num_tool_errors")}
     # turns that have no tokens come last
-    last_segment = max(0, len(episode.segments) - 1)
-    turns += [_turn_fields(last_segment, turn, []) for turn in waiting]
+    turns += [_turn_fields(number, turn, []) for turn in waiting]
+    names = ["rewards", "calls_s", "error"]
+    if episode.num_tool_calls is not None:
+        names += ["num_tool_calls", "num_tool_errors"]
     return {
         "status": episode.status,
         "turns": turns,
         "messages": episode.messages,
-        "environment": {
-            "rewards": episode.rewards,
-            "calls_s": episode.calls_s,
-            "error": episode.error,
-            **tools,
-        },
+        "environment": {name: vars(episode)[name] for name in names},
     }
 
 
@@ -310,18 +305,13 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
         opening = [{"role": "user", "content": opening}]
     if not is_shallow([*opening, *values.messages]):
         raise ValueError(f"messages are nested more than {_MAX_DEPTH} deep")
-    environment = values.environment
     episode = Episode(
         status=values.status,
         segments=_read_segments(values.turns),
         turns=_read_turns(values.turns),
         messages=values.messages,
-        rewards=environment.rewards,
-        calls_s=environment.calls_s,
-        error=environment.error,
         opening=opening,
-        num_tool_calls=environment.num_tool_calls,
-        num_tool_errors=environment.num_tool_errors,
+        **msgspec.structs.asdict(values.environment),
     )
     if reason := find_episode_error(completion_ids, episode):
         raise ValueError(reason)

@@ -7,10 +7,10 @@ the run goes on. No rank sends its rollouts to another.
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import logging
 import os
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.processes import host_identity
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
-from grpo_spmd.files import UntrustedError, open_regular, write_durably
+from grpo_spmd.files import write_durably
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.observe.rollout_record import (
     RolloutRecord,
@@ -47,7 +47,6 @@ from grpo_spmd.records import Decision
 _log = logging.getLogger("grpo_spmd")
 # Level 6 would take four times as long for a tenth fewer bytes.
 _GZIP_LEVEL = 1
-_BUFFER_BYTES = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -131,13 +130,11 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
         slot = slots.get(prompt.position)
         for sample, completion in enumerate(group.completions):
             number += 1
-            rollout_id = None if slot is None else slot * len(group.completions) + sample
+            rollout_id = None
             advantage = None
-            if decision is not None and rollout_id is not None:
+            if decision is not None and slot is not None:
+                rollout_id = slot * len(group.completions) + sample
                 advantage = decision.advantages[rollout_id]
-            episode_fields: dict[str, Any] = {}
-            if completion.episode is not None:
-                episode_fields = dumped_episode_fields(completion.episode)
             yield RolloutRecord(
                 rollout_id=rollout_id,
                 row=prompt.row,
@@ -156,7 +153,7 @@ def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator
                 rollout_logprobs=completion.logprobs,
                 num_rollouts=None if decision is None else sampled.num_completions,
                 extra=scored.notes.get(number, {}).get("extra", {}),
-                **episode_fields,
+                **(dumped_episode_fields(completion.episode) if completion.episode else {}),
             )
 
 
@@ -209,13 +206,17 @@ class RolloutWriter:
             self._find_nodes()
         path = self._path(stem, self._node)
         temporary = path.with_name(path.name + ".tmp")
-        chunks = _pack(lines) if self._is_packed else [line + b"\n" for line in lines]
+        content = b"".join(line + b"\n" for line in lines)
+        if self._is_packed:
+            # Members one after the other are a gzip file too, so each rank packs its own lines. A
+            # member contains no time, so a step that is run again gives the same bytes.
+            content = gzip.compress(content, _GZIP_LEVEL, mtime=0)
         error = _error_number(_make_room, temporary) if self._is_first_in_node else 0
         # After this collective the folder exists, and no old temporary file.
-        sizes = all_gather_numbers(sum(map(len, chunks)))
-        if not error and (chunks or self._is_first_in_node):
+        sizes = all_gather_numbers(len(content))
+        if not error:
             offset = sum(sizes[self._nodes[self._node].start : self._session.rank])
-            error = _error_number(_write_at, temporary, offset, chunks)
+            error = _error_number(_write_at, temporary, offset, content)
         # After this collective every rank has written.
         errors = all_gather_numbers(error)
         if self._is_first_in_node:
@@ -227,20 +228,16 @@ class RolloutWriter:
         Earlier files of `stem` are removed, because not all of them would be replaced: one may be
         packed, or of a node that the run no longer has.
         """
-        failed = [rank for rank, error in enumerate(errors) if error]
-        if failed and self._session.rank == 0:
-            path = self._path(stem, self._node_of(failed[0]))
-            reason = os.strerror(errors[failed[0]])
-            _log.warning("%s is not written: %s (on rank %d)", path, reason, failed[0])
+        path = self._path(stem, self._node)
+        local_errors = [errors[rank] for rank in self._nodes[self._node] if errors[rank]]
         # Remove before renaming: a kill in between must not leave old scores beside new rollouts.
         self._remove([stem])
-        if any(rank in self._nodes[self._node] for rank in failed):
+        if local_errors:
             _unlink([temporary])
         else:
-            path = self._path(stem, self._node)
-            error = _error_number(temporary.replace, path)
-            if error:
-                _log.warning("%s is not written: %s", path, os.strerror(error))
+            local_errors = [_error_number(temporary.replace, path)]
+        if local_errors[0]:
+            _log.warning("%s is not written: %s", path, os.strerror(local_errors[0]))
         # remove what killed processes had begun, but nothing that another node may be writing now
         _unlink(
             path
@@ -260,9 +257,6 @@ class RolloutWriter:
     def _path(self, stem: str, node: int) -> Path:
         return self._folder / f"{node_stem(stem, node)}{PACKED if self._is_packed else PLAIN}"
 
-    def _node_of(self, rank: int) -> int:
-        return next(node for node, ranks in enumerate(self._nodes) if rank in ranks)
-
     def _find_nodes(self) -> None:
         """Collective. Finds the ranks of each node.
 
@@ -280,38 +274,22 @@ class RolloutWriter:
             if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
         ]
         self._nodes = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
-        self._node = self._node_of(self._session.rank)
+        self._node = sum(begin <= self._session.rank for begin in begins)
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
     """Writes tokenizer.json, so that token ids can be shown on machines that lack the model.
 
-    Only fast tokenizers of transformers have such a file. If the file exists with this content, it
-    is not written again. An error of the disk is logged and not raised.
+    Only fast tokenizers of transformers have such a file. An error of the disk is logged and not
+    raised.
     """
-    if not getattr(tokenizer, "is_fast", False):
-        return
-    path = run_dir / "tokenizer.json"
-    content = tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
-    try:
-        # a link or a fifo is not read but replaced; what a link points to stays as it is
-        with suppress(UntrustedError, FileNotFoundError), open_regular(path) as file:
-            if file.read() == content:
-                return
-        write_durably(path, content)
-    except OSError as error:
-        _log.warning("%s is not written: %s", path, error.strerror)
-
-
-def _pack(lines: Iterable[bytes]) -> list[bytes]:
-    """Returns the lines packed as one member of a gzip file, in pieces.
-
-    Members one after the other are a gzip file too, so each rank packs its own lines. The member
-    contains no time, so a step that is run again gives the same bytes.
-    """
-    packer = zlib.compressobj(_GZIP_LEVEL, wbits=16 + zlib.MAX_WBITS)
-    pieces = [packer.compress(line + b"\n") for line in lines]
-    return [piece for piece in (*pieces, packer.flush()) if piece]
+    if getattr(tokenizer, "is_fast", False):
+        path = run_dir / "tokenizer.json"
+        content = tokenizer.backend_tokenizer.to_str().encode("utf-8", "surrogatepass")
+        try:
+            write_durably(path, content)
+        except OSError as error:
+            _log.warning("%s is not written: %s", path, error.strerror)
 
 
 def _make_room(temporary: Path) -> None:
@@ -326,13 +304,13 @@ def _unlink(paths: Iterable[Path]) -> None:
             path.unlink(missing_ok=True)
 
 
-def _write_at(path: Path, offset: int, chunks: Sequence[bytes]) -> None:
+def _write_at(path: Path, offset: int, content: bytes) -> None:
     # The rank that comes first creates the file. O_NOFOLLOW and O_NONBLOCK: a link or a fifo of
     # that name gives an error.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags, 0o666), "wb", _BUFFER_BYTES) as file:
+    with open(os.open(path, flags, 0o666), "wb") as file:
         file.seek(offset)
-        file.writelines(chunks)
+        file.write(content)
 
 
 def _error_number(act: Callable[..., object], *arguments: object) -> int:

@@ -19,10 +19,7 @@ from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from grpo_spmd.config.schema import PHASES
-from grpo_spmd.distributed.packed import PackedReader, pack
 from grpo_spmd.files import UntrustedError, open_regular
 from grpo_spmd.observe.metrics_file import LineFile, read_lines
 
@@ -33,11 +30,6 @@ _MAX_RANKS = 64
 _MAX_SPANS = 64
 # The step of a raw line, so that lines of other steps need not be parsed.
 _STEP = re.compile(rb'{"step": ?(\d{1,15}),')
-# Ranks send a span as five integers: index in PHASES, start ms, end ms, peak MiB, busy ms. These
-# are the factors from a Span's units (s, GiB).
-_UNITS = (1, 1000, 1000, 1024, 1000)
-_SpanNumbers = npt.NDArray[np.int32]
-"""[spans, 5] as ranks send them, in _UNITS; -1 for None."""
 
 
 class Span(NamedTuple):
@@ -66,29 +58,23 @@ class Timeline:
     """The spans of each rank in `ranks`, in time order."""
 
 
-def pack_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> bytes:
-    """Returns a rank's spans as bytes for rank 0, 20 bytes per span.
+def timed_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> list[Span]:
+    """Returns a rank's spans for rank 0: to the millisecond, and with their `busy_s`.
 
-    `generation_s` has the seconds of the step's generations, which become `busy_s` of the rollout
-    spans in their order. The last rollout span, in which the engine goes to sleep, has no
-    generation. If there are more than 64 spans (dynamic sampling refilled the step often), the
-    first 32 and the last 32 are sent.
+    `generation_s` has the seconds of the step's generations, those of the rollout spans in their
+    order. The last rollout span, in which the engine goes to sleep, has no generation. If there are
+    more than 64 spans (dynamic sampling refilled the step often), the first 32 and the last 32 are
+    sent.
     """
     busy = iter(generation_s)
-    rows = []
+    timed = []
     for span in spans:
         busy_s = next(busy, None) if span.phase == "rollout" else None
-        rows.append([PHASES.index(span.phase), span.start_s, span.end_s, span.peak_gib, busy_s])
-    if len(rows) > _MAX_SPANS:
-        rows = rows[: _MAX_SPANS // 2] + rows[-_MAX_SPANS // 2 :]
-    # None becomes NaN here
-    numbers = np.array(rows, np.float64).reshape(-1, len(_UNITS)) * _UNITS
-    return pack(len(rows), [np.nan_to_num(numbers, nan=-1).round().astype(np.int32)])
-
-
-def unpack_spans(reader: PackedReader) -> _SpanNumbers:
-    """Returns the numbers [spans, 5] that `pack_spans` packed, and moves `reader` past them."""
-    return reader.array(np.int32, len(_UNITS) * reader.header).reshape(-1, len(_UNITS))
+        numbers = [None if n is None else round(n, 3) for n in (*span[1:4], busy_s)]
+        timed.append(Span(span.phase, *numbers))  # type: ignore[arg-type]
+    if len(timed) > _MAX_SPANS:
+        timed = timed[: _MAX_SPANS // 2] + timed[-_MAX_SPANS // 2 :]
+    return timed
 
 
 class TimelineFile:
@@ -101,35 +87,24 @@ class TimelineFile:
         path = run_dir / _NAME
         self._file: LineFile | None = None
         try:
-            end = b""
             if os.path.lexists(path):
                 # not opened for writing before the check: opening a fifo would wait for a reader
-                with open_regular(path) as file:
-                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
-                    end = file.read()
+                open_regular(path).close()
             self._file = LineFile(path)
-            if end not in (b"", b"\n"):
-                # a kill has cut the last line short: end it, or the next line would continue it
-                self._file.write("")
+            # If a kill has cut the last line short, this ends it; readers skip an empty line.
+            self._file.write("")
         except (OSError, UntrustedError) as error:
             _log.warning("%s is not written: %s", path, error)
 
     def write(
-        self, step: int, unix_s: float, world_size: int, rank_spans: Sequence[_SpanNumbers]
+        self, step: int, unix_s: float, world_size: int, rank_spans: Sequence[list[Span]]
     ) -> None:
-        """Writes the line of `step`, from what `unpack_spans` returned for each rank."""
+        """Writes the line of `step`, from what `timed_spans` returned on each rank."""
         if self._file is None:
             return
-        # The last number of a span is busy_s in milliseconds, or -1 for None.
-        busy_times = [float(numbers[:, -1].clip(0).sum()) for numbers in rank_spans]
-        ranks = shown_ranks(busy_times)
-        timeline = Timeline(
-            step=step,
-            unix_s=round(unix_s, 3),
-            world_size=world_size,
-            ranks=ranks,
-            spans=[_to_spans(rank_spans[rank]) for rank in ranks],
-        )
+        ranks = shown_ranks([sum(span.busy_s or 0.0 for span in spans) for spans in rank_spans])
+        shown_spans = [rank_spans[rank] for rank in ranks]
+        timeline = Timeline(step, round(unix_s, 3), world_size, ranks=ranks, spans=shown_spans)
         self._file.write(msgspec.json.encode(timeline).decode())
 
     def close(self) -> None:
@@ -147,14 +122,6 @@ def shown_ranks(busy_s: Sequence[float]) -> list[int]:
         return list(range(len(busy_s)))
     spread = {round(rank) for rank in np.linspace(0, len(busy_s) - 1, _MAX_RANKS - 2).tolist()}
     return sorted(spread | {int(np.argmin(busy_s)), int(np.argmax(busy_s))})
-
-
-def _to_spans(numbers: _SpanNumbers) -> list[Span]:
-    rows = (numbers / _UNITS).round(3).tolist()
-    return [
-        Span(PHASES[int(phase)], start, end, None if peak < 0 else peak, None if busy < 0 else busy)
-        for phase, start, end, peak, busy in rows
-    ]
 
 
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:

@@ -13,7 +13,6 @@ imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,11 +80,10 @@ class KeptScores:
         # imported here, since commands that only read a run folder must not need torch
         import torch
 
-        entries = [entry for entry in self._kept.values() if entry[0].rollout_ids]
-        if not entries:
-            return []
+        lines = dict[int, bytes]()
+        total = 0.0
         rows = []
-        for micro_batch, logprobs, entropy in entries:
+        for micro_batch, logprobs, entropy in self._kept.values():
             scores = (
                 logprobs - micro_batch.rollout_logprobs,
                 entropy,
@@ -96,69 +94,54 @@ class KeptScores:
             )
             # one float32 tensor, one copy to the host: sequence indices below 2^24 stay exact
             rows.append(torch.stack([column.float() for column in scores]))
-        *columns, rollout_logprobs, sequence_index = torch.cat(rows, dim=1).cpu().numpy()
-        # each micro-batch counts from 0, so the index need not change at its first token
-        is_begin = np.diff(sequence_index, prepend=-1) != 0
-        is_begin[np.cumsum([0, *(len(logprobs) for _, logprobs, _ in entries[:-1])])] = True
-        ids = [rollout_id for entry in entries for rollout_id in entry[0].rollout_ids]
-        names = [name for name, _, _ in _ARRAYS]
-        by_name = dict(zip(names, columns, strict=True))
-        if tilt_squares is not None:
-            _check_squares(by_name, rollout_logprobs, tilt_squares)
-        lines = _encode_lines(ids, np.flatnonzero(is_begin), by_name)
-        return [line for _, line in sorted(zip(ids, lines, strict=True))]
+        sizes = [len(logprobs) for _, logprobs, _ in self._kept.values()]
+        content = torch.cat(rows, dim=1).cpu().numpy() if rows else np.zeros((6, 0))
+        columns = np.split(content, np.cumsum(sizes)[:-1], axis=1)
+        for (micro_batch, _, _), row in zip(self._kept.values(), columns, strict=False):
+            total += _sum_of_squares(row)
+            # Index of each rollout's first token: the sequence index grows there.
+            begins = np.flatnonzero(np.diff(row[-1], prepend=-1))
+            parts = np.split(row[:4], begins[1:], axis=1)
+            for rollout_id, part in zip(micro_batch.rollout_ids, parts, strict=False):
+                lines[rollout_id] = _encode_line(rollout_id, part)
+        # The tolerance is for float32 sums in another order. A sum that is NaN passes.
+        if tilt_squares is not None and abs(total - tilt_squares) > 1e-3 * max(tilt_squares, 1.0):
+            raise TokenScoresError(
+                "token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is "
+                f"{total:.6g}, and {tilt_squares:.6g} in the update: a fault of this program, "
+                "please report it; logging.rollouts_every_steps=0 writes none"
+            )
+        return [lines[rollout_id] for rollout_id in sorted(lines)]
 
 
-def _check_squares(
-    columns: Mapping[str, _Floats], rollout_logprobs: _Floats, expected: float
-) -> None:
-    """Raises TokenScoresError if the columns do not belong to the tokens that the update scored."""
-    # As in losses.mismatch_sums, the logprob is the mean of the policy's and the engine's.
-    surprise = rollout_logprobs + columns["difference"] / 2 + columns["entropy"]
-    total = float(np.square(surprise[columns["loss_mask"] > 0], dtype=np.float64).sum())
-    # The tolerance is for float32 sums in another order. A sum that is NaN passes.
-    if abs(total - expected) > 1e-3 * max(expected, 1.0):
-        raise TokenScoresError(
-            f"token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is {total:.6g}"
-            f", and {expected:.6g} in the update: a fault of this program, please report it; "
-            "logging.rollouts_every_steps=0 writes none"
-        )
+def _sum_of_squares(row: _Floats) -> float:
+    """Returns the sum of (logprob + entropy)^2 over the tokens of a micro-batch that count.
 
-
-def _encode_lines(
-    ids: Sequence[int], begins: npt.NDArray[np.int64], columns: dict[str, _Floats]
-) -> Iterator[bytes]:
-    """Yields the line of each rollout; rollout i begins at token begins[i] of the columns.
-
-    Means and maxima are computed for all rollouts at once: one call of NumPy for each rollout,
-    which may have few tokens, would be slow.
+    As in losses.mismatch_sums, the logprob is the mean of the policy's and the engine's.
     """
-    sizes = np.abs(columns["difference"])
-    ends = np.append(begins[1:], len(sizes))
-    means = np.add.reduceat(sizes, begins, dtype=np.float64) / (ends - begins)
-    maxima = np.maximum.reduceat(sizes, begins)
-    advantages = columns["advantages"]
-    # whether each rollout's line has the optional columns
-    is_written = {
-        "advantages": np.maximum.reduceat(advantages, begins)
-        != np.minimum.reduceat(advantages, begins),
-        "loss_mask": np.minimum.reduceat(columns["loss_mask"], begins) == 0,
+    difference, entropy, _, loss_mask, rollout_logprobs, _ = row
+    surprise = rollout_logprobs + difference / 2 + entropy
+    return float(np.square(surprise[loss_mask > 0], dtype=np.float64).sum())
+
+
+def _encode_line(rollout_id: int, columns: _Floats) -> bytes:
+    """Returns the line of a rollout, of which `columns` has the arrays of _ARRAYS."""
+    difference, _, advantages, loss_mask = columns
+    sizes = np.abs(difference)
+    # what is not finite becomes null
+    values: dict[str, object] = {
+        "rollout_id": rollout_id,
+        "difference_mean": float(sizes.mean(dtype=np.float64)),
+        "difference_max": float(sizes.max()),
     }
+    is_left_out = {"advantages": np.ptp(advantages) == 0, "loss_mask": loss_mask.all()}
     # values beyond 65504 become infinite
     with np.errstate(over="ignore"):
-        packed = {name: columns[name].astype(stored) for name, stored, _ in _ARRAYS}
-    for i, rollout_id in enumerate(ids):
-        values: dict[str, object] = {
-            "rollout_id": rollout_id,
-            # what is not finite becomes null
-            "difference_mean": float(means[i]),
-            "difference_max": float(maxima[i]),
-        }
-        for name, array in packed.items():
-            if name not in is_written or is_written[name][i]:
+        for (name, stored, _), array in zip(_ARRAYS, columns, strict=True):
+            if not is_left_out.get(name):
                 # msgspec writes and reads bytes as base64
-                values[name] = array[begins[i] : ends[i]].tobytes()
-        yield msgspec.json.encode(values)
+                values[name] = array.astype(stored).tobytes()
+    return msgspec.json.encode(values)
 
 
 class _ScoresLine(msgspec.Struct, gc=False):

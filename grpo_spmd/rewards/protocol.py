@@ -113,7 +113,7 @@ def load_rewards(
                 f"{entry}.name: {name!r} is given twice; its metrics would overwrite each other"
             )
         names.add(name)
-        # Other rewards are computed by rollout/reward_models.py or rollout/engine_judge.py.
+        # Other rewards are computed by rollout/reward_models.py.
         if config.uses_pool:
             if config.url is None:
                 rewards.append(_load_function(config, entry, timeout_s, modules))

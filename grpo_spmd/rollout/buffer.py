@@ -125,13 +125,6 @@ class RolloutBuffer:
         content = json.dumps(decisive, sort_keys=True).encode()
         self._sampling_id = hashlib.blake2b(content, digest_size=16).hexdigest()
         self._step = -1
-        self._step_folder = Path()
-        # The identity that a file must have for its completions to be used in this step.
-        self._identity: dict[str, str] = {}
-        # The stored completions of this step, equal on all ranks.
-        self._stored: dict[Key, StoredCompletion] = {}
-        # The mapped files of this step by name.
-        self._files: dict[str, _File] = {}
         self._pending: list[_Record] = []
         self._last_write = time.monotonic()
         self._steps_on_disk: set[int] = set(on_rank0(lambda _: steps_on_disk(run_dir), None))
@@ -163,6 +156,7 @@ class RolloutBuffer:
         """
         self._step = step
         self._step_folder = _folder(self._run_dir, step)
+        # The identity that a file must have for its completions to be used in this step.
         self._identity = {
             "format": _FORMAT,
             "step": str(step),
@@ -170,8 +164,10 @@ class RolloutBuffer:
             "sampling_id": self._sampling_id,
         }
         self._pending = []
-        self._stored = {}
-        self._files = {}
+        # The stored completions of this step, equal on all ranks.
+        self._stored: dict[Key, StoredCompletion] = {}
+        # The mapped files of this step by name.
+        self._files: dict[str, _File] = {}
         if step not in self._steps_on_disk:
             return
         # Each rank reads some of the files. A file that a shared disk does not show to its rank yet
@@ -197,11 +193,8 @@ class RolloutBuffer:
         by_rank: list[list[Any]] = on_rank0(list, entries)
         for pairs in by_rank:
             self._stored |= {tuple(key): StoredCompletion(*entry) for key, entry in pairs}
-        _log.info(
-            "step %d: %d completions were sampled before the run was stopped",
-            step,
-            len(self._stored),
-        )
+        number = len(self._stored)
+        _log.info("step %d: %d completions were sampled before the run was stopped", step, number)
 
     def read(self, stored: StoredCompletion) -> Completion:
         """Returns a completion that `find` has listed."""
@@ -283,9 +276,8 @@ class RolloutBuffer:
                 self._step_folder / f"{hashlib.sha256(payload).hexdigest()}.msgpack", payload
             )
         except OSError as error:
-            _log.warning(
-                "step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error
-            )
+            number = len(pending)
+            _log.warning("step %d: %d completions are not kept (%s)", self._step, number, error)
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:

@@ -19,8 +19,7 @@ import numpy as np
 
 from grpo_spmd.config.schema import EvalConfig, RolloutConfig
 from grpo_spmd.data.prompts import PromptStream, TailStream, check_enough_to_launch
-from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.distributed.store import count_up, delete_counter
+from grpo_spmd.distributed.collectives import count_up, delete_counter, on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import (
     ConversationId,
@@ -74,9 +73,8 @@ class Sampler:
         holds (SyncStats). If the generation is aborted, the finished completions are kept on disk.
         The groups are then incomplete, and `Preemption.guard` ends the step.
         """
-        stored: dict[Slot, StoredCompletion] = {}
-        if self.buffer is not None:
-            stored = self.buffer.find(step, weights_id, prompts, self.group_size)
+        buffer = self.buffer
+        stored = buffer.find(step, weights_id, prompts, self.group_size) if buffer else {}
         sampling = _Round(self, prompts, step, stored)
         stored_lengths = [(slot, entry.num_tokens) for (slot, _), entry in stored.items()]
         expected = None
@@ -101,8 +99,8 @@ class Sampler:
             )
         # An aborted generation must not lose the completions that were finished.
         finally:
-            if self.buffer is not None:
-                self.buffer.write()
+            if buffer:
+                buffer.write()
         seconds = time.perf_counter() - start
         slots = set(sampling.missing)
         if self.tail is not None and sampling.race is not None:
@@ -382,21 +380,19 @@ class TailRace:
         if self._is_first:
             self._lengths += [(None, tokens) for tokens in num_tokens if tokens]
 
-    def report(self) -> dict[str, list[Any]]:
-        """Returns this rank's report for rank 0: `order` and `lengths`."""
-        return {"order": self._order, "lengths": self._lengths}
+    def report(self) -> tuple[list[Any], list[Any]]:
+        """Returns this rank's report for rank 0: its order and its lengths."""
+        return self._order, self._lengths
 
-    def decide(self, reports: Sequence[Mapping[str, Any]]) -> tuple[list[int], dict[str, float]]:
+    def decide(self, reports: Sequence[Any]) -> tuple[list[int], dict[str, float]]:
         """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on
         rank 0."""
         # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
         # Sorting by count gives the order of completion over all engines.
-        order = sorted(entry for report in reports for entry in report["order"])
+        order = sorted(entry for counts, _ in reports for entry in counts)
         slots = {*self._complete, *(slot for _, slot in order[: self._num_to_come])}
-        lengths = [*self._stored_lengths]
-        for report in reports:
-            lengths += report["lengths"]
+        lengths = [*self._stored_lengths, *(entry for _, sizes in reports for entry in sizes)]
         # Nothing at all was launched if the run was stopped at once; [0] avoids an empty mean.
         launched = [tokens for _, tokens in lengths] or [0]
         num_trained = sum(tokens for slot, tokens in lengths if slot in slots)

@@ -96,7 +96,7 @@ def open_reward_models(
             )
     # Each module is imported only if the config asks for it.
     if any(reward.is_engine_judge for reward in config.rewards):
-        from grpo_spmd.rollout.engine_judge import EngineJudges
+        from grpo_spmd.rollout.reward_models import EngineJudges
 
         prompt_tokens = judge_prompt_tokens(config)
         check = preemption.check_before_update

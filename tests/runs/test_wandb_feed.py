@@ -18,8 +18,7 @@ from grpo_spmd.config.describe import config_to_dict
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.observe.metrics_file import LineFile
-from grpo_spmd.observe.trackers.feed import TrackerFeed
-from grpo_spmd.observe.trackers.runs import WandbRun
+from grpo_spmd.observe.trackers import TrackerFeed, WandbRun
 from tests.support import fake_wandb
 from tests.support.models import write_config
 from tests.support.ranks import RanksJob

@@ -374,7 +374,7 @@ typed(
     "a JSON array",
     "train.jsonl:1: not valid JSON",
     "a JSON array? jsonl has one object a line",
-    "> in.jsonl",
+    "as datasets' to_json writes it",
 )
 def _(_: Patch) -> None:
     rows = [{"prompt": "a", "answer": "b"}] * 4
@@ -384,7 +384,7 @@ def _(_: Patch) -> None:
 @mistake(
     "a JSON array in a line",
     "train.jsonl:1: expected a JSON object, got list; a JSON array?",
-    "> in.jsonl",
+    "as datasets' to_json writes it",
 )
 def _(_: Patch) -> None:
     Path("train.jsonl").write_text(json.dumps([{"prompt": "a"}] * 4), encoding="utf-8")
@@ -677,25 +677,25 @@ typed(
     "a CSV",
     "data.train=rows.csv",
     "data.train must end in .jsonl",
-    "csv.DictReader(sys.stdin)",
-    "> rows.jsonl",
+    "load_dataset",
+    "writes jsonl",
 )
 typed(
     "a JSON file",
     "data.train=rows.json",
     "data.train must end in .jsonl",
-    "json.load(sys.stdin)",
-    "> rows.jsonl",
+    "load_dataset",
+    "writes jsonl",
 )
 typed(
     "data in a folder",
     "data.train=model",
-    "it is a folder: give a file in it",
+    "load_from_disk",
 )
 typed(
     "a data set of the hub by its name alone",
     "data.train=openai/gsm8k",
-    "on the hub: hub:openai/gsm8k::train",
+    "as in hub:openai/gsm8k:main:train",
 )
 
 
@@ -1035,18 +1035,18 @@ typed(
 typed(
     "data elsewhere",
     "data.train=https://host/x.jsonl",
-    "data.train: URLs are not read; download it",
+    "data.train: URLs are not read; give hub:REPO:SUBSET:SPLIT",
     "got 'http",
 )
 typed(
     "data of the hub by its page",
     "data.train=https://huggingface.co/datasets/org/x",
-    "on the hub: hub:org/x::train",
+    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
 )
 typed(
     "data of the hub by its address",
     "data.train=hf://datasets/org/x/train.parquet",
-    "on the hub: hub:org/x::train",
+    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
 )
 
 

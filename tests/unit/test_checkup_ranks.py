@@ -86,7 +86,7 @@ def test_many_facts_that_differ_are_few_lines() -> None:
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([0, 1, 2, 5, 7, 8], "ranks 0-2, 5, 7-8"),
-     ([*range(0, 40, 2)], "ranks 0, 2, 4, 6, 8, 10 and 14 more")],
+     ([*range(0, 40, 2)], "ranks 0, 2, 4, 6, 8, 10, and 14 more")],
 )  # fmt: skip
 def test_ranks_as_ranges(ranks: list[int], text: str) -> None:
     assert format_ranks(ranks) == text

@@ -28,8 +28,8 @@ from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.remote.client import UnexpectedError
 from grpo_spmd.rewards.remote.servers import check_calls
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout import engine_judge
-from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+from grpo_spmd.rollout import reward_models as engine_judge
+from grpo_spmd.rollout.reward_models import EngineJudge, EngineJudges
 from tests.support.models import make_model, write_config
 from tests.support.reward_texts import give_chat_tokenizer
 
@@ -282,9 +282,9 @@ def test_a_reply_is_worth_what_a_servers_is(
     )
     if isinstance(score, str):
         with pytest.raises(UnexpectedError, match=score):
-            judge.score_of(judge.text_of(reply), reason)
+            judge.rubric.score_of(judge.text_of(reply), reason)
     else:
-        assert judge.score_of(judge.text_of(reply), reason) == pytest.approx(score)
+        assert judge.rubric.score_of(judge.text_of(reply), reason) == pytest.approx(score)
 
 
 def test_each_reply_is_that_to_its_own_completion(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from grpo_spmd.config.schema import LossConfig, TrainingConfig
 from grpo_spmd.files import TRAINER, UntrustedError, check_fields
-from grpo_spmd.observe.log import Progress, WallClock
+from grpo_spmd.observe.log import MetricsLog, Progress
 
 STEPS = [(8, 100, 0.5), (8, 90, 1.0), (24, 310, 2.5), (8, 70, 3.0)]  # completions, tokens, epoch
 
@@ -41,12 +45,29 @@ def test_a_count_that_is_none_is_refused(name: str) -> None:
         check_fields({name: -1}, TRAINER, "trainer.json")
 
 
-def test_the_clock_adds_this_launch_to_the_last_line() -> None:
-    new, resumed = (
-        WallClock(time.monotonic() - 50, newest) for newest in ({}, {"time/wall_s": 1000.0})
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [("", 50), ('{"step": 3, "time/wall_s": 1000.0}\n', 1050), ('{"step": 3}\n', 50)],
+)
+def test_the_clock_adds_this_launch_to_the_last_line(
+    earlier: str, expected: float, tmp_path: Path
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(earlier)
+    rank0: Any = SimpleNamespace(is_rank0=True)
+    log = MetricsLog(
+        tmp_path,
+        0,
+        time.monotonic() - 50,
+        session=rank0,
+        timer=rank0,
+        logprob_check=rank0,
+        loss=LossConfig(),
+        training=TrainingConfig(),
+        followers=None,
     )
-    old = WallClock(time.monotonic() - 50, {"step": 3, "reward/mean": 0.5})
-    for clock, expected in ((new, 50), (resumed, 1050), (old, 50)):
-        result = clock.metrics()
-        assert result["time/wall_s"] == pytest.approx(expected, abs=10)
-        assert result["time/unix_s"] == pytest.approx(time.time(), abs=10)
+    log.write_evaluation(4, {"eval/made/mean": 0.5})
+    log.close()
+    result = json.loads(path.read_text().splitlines()[-1])
+    assert result["time/wall_s"] == pytest.approx(expected, abs=10)
+    assert result["time/unix_s"] == pytest.approx(time.time(), abs=10)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from grpo_spmd.diagnosis.curves import Check, Finding
 from grpo_spmd.diagnosis.findings import list_checks, list_findings
-from grpo_spmd.diagnosis.results import Check, Finding
 from grpo_spmd.diagnosis.run import read_run
 from tests.support.reported import LAUNCH, healthy, make_run
 

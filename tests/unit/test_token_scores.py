@@ -319,17 +319,13 @@ def test_a_full_disk_and_a_folder_that_is_none_cost_a_warning(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (
-        f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large (on rank 0)"
-        in caplog.text
+        f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large" in caplog.text
     )
     assert names(tmp_path) == []
     (tmp_path / "token_scores").rmdir()
     os.mkfifo(tmp_path / "token_scores")
     write(dump, 2)
-    assert (
-        f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists (on rank 0)"
-        in caplog.text
-    )
+    assert f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists" in caplog.text
     assert names(tmp_path, "rollouts") == ["step_000001.jsonl", "step_000002.jsonl"]
 
 
@@ -529,14 +525,11 @@ def read_tokenizer(folder: Path) -> Any:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def test_the_runs_tokenizer_is_written_once(tmp_path: Path) -> None:
+def test_the_runs_tokenizer_is_written(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     save_tokenizer(tmp_path, a_tokenizer("why", "\u00e4h"))
     assert read_tokenizer(tmp_path).encode("\u00e4h").ids == [2]
     assert read_tokenizer(tmp_path).decode([1, 2]) == "why \u00e4h"
-    os.utime(path, (1, 1))
-    save_tokenizer(tmp_path, a_tokenizer("why", "\u00e4h"))
-    assert path.stat().st_mtime == 1
     save_tokenizer(tmp_path, a_tokenizer("\u00e4h", "why"))  # as long, and not the same
     assert read_tokenizer(tmp_path).encode("\u00e4h").ids == [1]
     path.unlink()

@@ -21,16 +21,17 @@ from grpo_spmd.observe import followers as module
 from grpo_spmd.observe.followers import open_followers
 from grpo_spmd.observe.metrics_file import LineFile
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.trackers.feed import (
+from grpo_spmd.observe.trackers import (
     MAX_TEXT_CHARS,
     ShownRollout,
+    TensorboardRun,
     Tracker,
     TrackerFeed,
+    WandbRun,
     as_table,
     shown_rollouts,
     spread_evenly,
 )
-from grpo_spmd.observe.trackers.runs import TensorboardRun, WandbRun
 from tests.support import fake_wandb
 
 fake = fake_wandb.fake  # the fixture
@@ -298,8 +299,8 @@ def test_the_traces_of_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     )
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5, "loss/kl": null}\n')
     code = (
-        "import pathlib, sys; from grpo_spmd.observe.trackers.feed import TrackerFeed\n"
-        "from grpo_spmd.observe.trackers.runs import TrackioRun\n"
+        "import pathlib, sys; from grpo_spmd.observe.trackers import TrackerFeed\n"
+        "from grpo_spmd.observe.trackers import TrackioRun\n"
         "run = pathlib.Path(sys.argv[1]); TrackerFeed(run, TrackioRun(run, 'p', {'a': {'b': "
         "1}}), 1).finish(60)"
     )

@@ -29,9 +29,9 @@ from grpo_spmd.checkpoint.save import Checkpoints
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
+from grpo_spmd.distributed.collectives import open_store
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh, sequence_group
-from grpo_spmd.distributed.store import open_store
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.learn.router_loss import attach_loads, compare_routes

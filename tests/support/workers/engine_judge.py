@@ -32,9 +32,10 @@ from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
+from grpo_spmd.rewards.remote.servers import Judge
 from grpo_spmd.rewards.scorers import Scorers
-from grpo_spmd.rollout import engine_judge
-from grpo_spmd.rollout.engine_judge import EngineJudge, EngineJudges
+from grpo_spmd.rollout import reward_models as engine_judge
+from grpo_spmd.rollout.reward_models import EngineJudge, EngineJudges
 from grpo_spmd.signals.opening import open_reward_models
 from tests.support.digit_judge import typed
 from tests.support.reward_texts import GROUP_SIZE, groups_of
@@ -196,12 +197,12 @@ def _no_generation_prompt() -> Callable[[], None]:
 
 
 def _cut_off_counts() -> Callable[[], None]:
-    real = EngineJudge.score_of
+    real = Judge.score_of
 
-    def whole(self: EngineJudge, message: str, _: str) -> float:
+    def whole(self: Judge, message: str, _: str) -> float:
         return real(self, message, "stop")
 
-    return _replaced(EngineJudge, "score_of", whole)
+    return _replaced(Judge, "score_of", whole)
 
 
 def _replies_swapped() -> Callable[[], None]:

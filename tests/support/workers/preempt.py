@@ -24,7 +24,8 @@ from typing import Any
 
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed import preemption, store
+from grpo_spmd.distributed import collectives as store
+from grpo_spmd.distributed import preemption
 from grpo_spmd.distributed.collectives import barrier, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.preemption import Preempted, Preemption

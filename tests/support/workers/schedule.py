@@ -20,11 +20,10 @@ from typing import Any, cast
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import PromptStream, TailStream
-from grpo_spmd.distributed import store
-from grpo_spmd.distributed.collectives import barrier, on_rank0
+from grpo_spmd.distributed import collectives as store
+from grpo_spmd.distributed.collectives import barrier, claim, on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.distributed.store import claim
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.engine.weight_sync import WeightSync

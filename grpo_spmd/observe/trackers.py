@@ -1,24 +1,34 @@
-"""Feeds trackers with the lines of metrics.jsonl and some rollouts, in a thread per tracker.
+"""Trackers (W&B, TensorBoard, trackio), each fed with the lines of metrics.jsonl in its own thread.
 
-The training does not wait for trackers, and no line is lost.
+The training does not wait for trackers, and no line is lost. Each package is imported only if a run
+uses it. TensorBoard's event files are written here, without torch's SummaryWriter and its threads.
+trackio, Hugging Face's, writes a SQLite file on this machine unless its environment variables name
+a server.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import secrets
+import socket
+import sqlite3
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.schema import LoggingConfig
+from grpo_spmd.files import write_durably
 from grpo_spmd.observe.metrics_file import (
     is_evaluation,
     read_lines,
@@ -44,6 +54,9 @@ _FIELDS = (
     "position", "sample", "prompt", "completion", "reward", "rewards", "advantage",
     "finish_reason", "columns", "status", "messages",
 )  # fmt: skip
+
+
+_MESSAGE_FIELDS = ("prompt", "completion")
 
 
 class ShownRollout(NamedTuple):
@@ -128,12 +141,7 @@ class TrackerFeed:
         is_hanging = called_at is not None and time.monotonic() - called_at > ANSWER_S
         if is_hanging and not self._has_warned:
             self._has_warned = True
-            _log.warning(
-                "%s has not answered for %.0f s; the run goes on without it, "
-                "and metrics.jsonl is complete",
-                self.tracker.title,
-                ANSWER_S,
-            )
+            self._warn(f"has not answered for {ANSWER_S:.0f} s; the run goes on without it")
 
     def end(self, has_ended: bool = True) -> None:
         """Tells the feed that no more lines come."""
@@ -147,11 +155,10 @@ class TrackerFeed:
         self.end()
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
-            _log.warning(
-                "%s did not finish within %.3g s; metrics.jsonl is complete",
-                self.tracker.title,
-                max(timeout_s, 0),
-            )
+            self._warn(f"did not finish within {max(timeout_s, 0):.3g} s")
+
+    def _warn(self, problem: str) -> None:
+        _log.warning("%s %s; metrics.jsonl is complete", self.tracker.title, problem)
 
     def _run(self) -> None:
         """Sends all lines to the tracker as they are written; the body of the thread."""
@@ -167,12 +174,7 @@ class TrackerFeed:
         # whatever a tracker raises, even SystemExit, the training goes on
         except BaseException as error:
             self._called_at = None
-            _log.warning(
-                "%s is off from here on (%s: %s); metrics.jsonl is complete without it",
-                self.tracker.title,
-                type(error).__name__,
-                error,
-            )
+            self._warn(f"is off from here on ({type(error).__name__}: {error})")
 
     def _call(self, method: Callable[..., None], *arguments: object) -> None:
         """Calls a method of the tracker, and notes meanwhile when the call began."""
@@ -206,13 +208,12 @@ class TrackerFeed:
         The step's dump is written before its line."""
         every_steps = self.rollouts_every_steps
         step = metrics["step"]
-        if not every_steps or step % every_steps or is_evaluation(metrics):
-            return ()
-        try:
-            return shown_rollouts(self.run_dir, step)
-        except ConfigError as error:
-            _log.warning("%s gets no rollouts of step %d: %s", self.tracker.title, step, error)
-            return ()
+        if every_steps and step % every_steps == 0 and not is_evaluation(metrics):
+            try:
+                return shown_rollouts(self.run_dir, step)
+            except ConfigError as error:
+                _log.warning("%s gets no rollouts of step %d: %s", self.tracker.title, step, error)
+        return ()
 
     def _settle(self, accepted_until: float) -> None:
         """Notes that the tracker can no longer lose the lines that it accepted up to that time."""
@@ -221,11 +222,10 @@ class TrackerFeed:
         self._save_state()
 
     def _save_state(self) -> None:
-        temporary = self._state.with_name(self._state.name + ".tmp")
+        state = {"id": self._id, "next_step": self._next_step}
         # if the disk is full, lines may be sent twice later, which is better than not at all
         with suppress(OSError):
-            temporary.write_text(json.dumps({"id": self._id, "next_step": self._next_step}))
-            temporary.replace(self._state)
+            write_durably(self._state, json.dumps(state).encode())
 
 
 def _read_state(path: Path) -> tuple[str, int]:
@@ -235,6 +235,9 @@ def _read_state(path: Path) -> tuple[str, int]:
         return str(state["id"]), int(state["next_step"])
     except (OSError, ValueError, TypeError, KeyError):
         return secrets.token_hex(8), 0
+
+
+# The rollouts that trackers show.
 
 
 def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
@@ -278,22 +281,22 @@ def _show(record: RolloutRecord) -> ShownRollout:
     if not isinstance(prompt_text, str):
         prompt_messages = messages[: len(prompt)]
         prompt_text = "\n\n".join(f"{item['role']}: {item['content']}" for item in prompt_messages)
-    rewards = {f"reward/{show_text(name)}": value for name, value in record.rewards.items()}
     fields = {
-        "prompt": show_text(prompt_text),
-        "completion": show_text(record.completion),
+        "prompt": prompt_text,
+        "completion": record.completion,
         "reward": record.reward,
-        **rewards,
+        **{f"reward/{show_text(name)}": value for name, value in record.rewards.items()},
         "advantage": record.advantage,
-        "finish_reason": show_text(record.finish_reason),
+        "finish_reason": record.finish_reason,
         # how an episode ended
-        "status": None if record.status is None else show_text(record.status),
+        "status": record.status,
         # the column that most likely holds the right answer, as "name=value"
-        "answer": show_text(gold_answer(record.columns)),
+        "answer": gold_answer(record.columns),
         "position": record.position,
         "sample": record.sample,
     }
-    return ShownRollout(messages, fields)
+    shown = {name: show_text(v) if isinstance(v, str) else v for name, v in fields.items()}
+    return ShownRollout(messages, shown)
 
 
 def _show_message(message: Any) -> dict[str, str]:
@@ -306,7 +309,7 @@ def _show_message(message: Any) -> dict[str, str]:
         for text in texts
         if text
     )
-    return {"role": show_text(str(role))[:40], "content": show_text(content)}
+    return {"role": show_text(f"{role}")[:40], "content": show_text(content)}
 
 
 def show_text(text: str) -> str:
@@ -322,3 +325,215 @@ def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any
     """Returns column names and rows of texts, numbers and None."""
     columns = list(dict.fromkeys(name for rollout in rollouts for name in rollout.fields))
     return columns, [[rollout.fields.get(name) for name in columns] for rollout in rollouts]
+
+
+# The trackers.
+
+
+@dataclass
+class WandbRun(Tracker):
+    """W&B as a tracker.
+
+    W&B refuses steps below its own counter, so we leave the counter alone: `step` is logged as a
+    metric, and is the x-axis of the others."""
+
+    run_dir: Path
+    options: LoggingConfig
+    config: dict[str, Any]
+    """What W&B shows as the config of the run."""
+
+    name = "wandb"
+    title = "W&B"
+    # wandb 0.31 writes its file and sends lines every 15 s, in a process that ends with ours. A
+    # line that is sent twice is drawn over itself.
+    settles_s = 45.0
+
+    def start(self, run_id: str, next_step: int) -> None:
+        import wandb
+
+        # console="off": capturing it would put W&B between the training and its terminal, and
+        # logs/rank_0.log has every line. login_timeout: without a key W&B may ask for one at a
+        # terminal, but not for ever.
+        settings = wandb.Settings(init_timeout=120, login_timeout=30, console="off", silent=True)
+        mode = self.options.wandb
+        self._run = wandb.init(
+            project=self.options.wandb_project,
+            name=self.run_dir.name,
+            dir=str(self.run_dir),
+            id=run_id,
+            resume="allow",
+            # None: WANDB_MODE, else online
+            mode=mode if isinstance(mode, str) else None,
+            config=self.config,
+            settings=settings,
+        )
+        _log.info("W&B: %s", self._run.url or self._run.dir)
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        if rollouts:
+            import wandb
+
+            columns, rows = as_table(rollouts)
+            metrics = metrics | {"rollouts": wandb.Table(columns=columns, data=rows)}
+        self._run.log(metrics)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+@dataclass
+class TensorboardRun(Tracker):
+    """TensorBoard as a tracker: writes one event file per launch.
+
+    TensorBoard reads all files as one run, in the order of their names. Each file begins with a
+    START event, at which TensorBoard drops what earlier files have from that step on. So steps that
+    are run again show once.
+    """
+
+    run_dir: Path
+    config: dict[str, Any]
+    """What is shown, as a text, as the config of the run."""
+
+    name = "tensorboard"
+    title = "TensorBoard"
+
+    def start(self, run_id: str, next_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event_type = Event
+        folder = self.run_dir / "tensorboard"
+        folder.mkdir(exist_ok=True)
+        earlier = [path.name.split(".")[3] for path in folder.glob("events.out.tfevents.*")]
+        # a clock may be set back, but the names must stay in the order of the launches
+        unix_s = max([int(time.time()), *(1 + int(text) for text in earlier if text.isdecimal())])
+        path = folder / f"events.out.tfevents.{unix_s:010d}.{socket.gethostname()}"
+        self._file = RecordWriter(path.open("xb"))
+        self._write(file_version="brain.Event:2")
+        first_step = max(next_step - 1, 0)
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        config = yaml.safe_dump(self.config, sort_keys=False, allow_unicode=True)
+        self._write(step=first_step, summary={"value": [_text_value("config", [[config]])]})
+        _log.info("TensorBoard: %s", folder)
+
+    def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
+        # The START event has dropped the step before the next one too, so it is sent again.
+        return step >= next_step - 1
+
+    def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        values: list[Any] = [
+            {"tag": name, "simple_value": value}
+            for name, value in metrics.items()
+            if type(value) in (int, float) and name != "step"
+        ]
+        if rollouts:
+            columns, rows = as_table(rollouts)
+            values.append(_text_value("rollouts", [columns, *rows]))
+        self._write(step=metrics["step"], summary={"value": values})
+
+    def finish(self) -> None:
+        self._file.close()
+
+    def _write(self, **fields: Any) -> None:
+        event = self._event_type(wall_time=time.time(), **fields)
+        self._file.write(event.SerializeToString())
+        self._file.flush()
+
+
+def _text_value(tag: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Returns a value that TensorBoard's text plugin shows as a table."""
+    from tensorboard.plugins.text.metadata import create_summary_metadata
+
+    cells = [_escape(cell).encode("utf-8", "backslashreplace") for row in rows for cell in row]
+    shape = {"dim": [{"size": len(rows)}, {"size": len(rows[0])}]}
+    tensor = {"dtype": "DT_STRING", "string_val": cells, "tensor_shape": shape}
+    return {"tag": tag, "metadata": create_summary_metadata(tag, ""), "tensor": tensor}
+
+
+def _escape(cell: Any) -> str:
+    """Returns a cell as a block of literal text.
+
+    TensorBoard's plugin renders Markdown, and fetches images that it names. Four spaces before each
+    line make it show the text as it is.
+    """
+    if type(cell) is float:
+        cell = f"{cell:.6g}"
+    text = "" if cell is None else str(cell)
+    return "\n".join(f"    {line}" for line in text.split("\n"))
+
+
+@dataclass
+class TrackioRun(Tracker):
+    """trackio as a tracker.
+
+    trackio writes in the background twice a second, so a kill can lose lines that it had accepted.
+    To find out which lines it lacks, a launch reads trackio's own file and not our state file.
+    Rollouts are sent as its traces, whose text trackio shows as it is; the text of its tables it
+    would interpret.
+    """
+
+    run_dir: Path
+    project: str
+    config: dict[str, Any]
+    """What trackio shows as the config of the run."""
+
+    name = "trackio"
+    title = "trackio"
+    stored_lines: set[tuple[int, bool]] | None = None
+    """(step, is_evaluation) of the lines that trackio has; None if that is not known."""
+
+    def start(self, run_id: str, next_step: int) -> None:
+        import trackio
+
+        self._run = trackio.init(
+            project=self.project,
+            # the folders of two runs may have the same name
+            name=f"{self.run_dir.name}-{run_id[:6]}",
+            config=self.config,
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        if not (os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")):
+            self.stored_lines = _read_stored_lines(self.project, self._run.id)
+
+    def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
+        if self.stored_lines is None:
+            return super().lacks(step, is_evaluation, next_step)
+        return (step, is_evaluation) not in self.stored_lines
+
+    def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        import trackio
+
+        values = {
+            name: value for name, value in metrics.items() if name != "step" and value is not None
+        }
+        if rollouts:
+            values["rollouts"] = []
+        for messages, fields in rollouts:
+            # prompt and completion are messages
+            metadata = {name: fields[name] for name in fields if name not in _MESSAGE_FIELDS}
+            values["rollouts"].append(trackio.Trace(messages, metadata=metadata))
+        self._run.log(values, step=metrics["step"])
+
+    def finish(self) -> None:
+        import trackio
+
+        trackio.finish()
+
+
+def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:
+    """Returns (step, is_evaluation) of the lines in trackio's file.
+
+    Reads the schema that trackio documents. Returns None if there is no file, or another schema."""
+    from trackio.sqlite_storage import SQLiteStorage
+
+    uri = f"{SQLiteStorage.get_project_db_path(project).absolute().as_uri()}?mode=ro"
+    query = "SELECT step, substr(metrics, 1, 7) FROM metrics WHERE run_id = ?"
+    with suppress(sqlite3.Error), closing(sqlite3.connect(uri, uri=True)) as connection:
+        rows = connection.execute(query, (run_id,))
+        return {(step, start in (b'{"eval/', '{"eval/')) for step, start in rows}
+    return None
