@@ -97,18 +97,9 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     else:
         say(
             "nothing that was tried makes it fit with the same training: more ranks, a larger card "
-            f"or shorter rollouts would{_lora_text(proposals)}"
+            "or shorter rollouts would; without --suggest it is tried to train adapters alone"
         )
     return plan.fits
-
-
-def _lora_text(proposals: Sequence[Suggestion]) -> str:
-    """Returns the end of a sentence about a suggestion that fits because it trains only adapters;
-    "" if there is none."""
-    fitting = [item for item in proposals if item.plan.fits and item.changes_training]
-    if not fitting:
-        return ""
-    return f"; so would {' '.join(fitting[0].overrides)}, which trains adapters alone"
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
@@ -173,12 +164,13 @@ def _text_lines(
     has_fitting = any(suggestion.plan.fits for suggestion in proposals)
     yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
     for suggestion in proposals:
-        seconds = f", step {suggestion.plan.step_s:.1f} s"
-        yield _fill(
-            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB"
-            f"{seconds if suggestion.plan.kv_cache.full_length else ''}"
-            f"{'; changes the training: adapters alone' if suggestion.changes_training else ''}"
-        )
+        outcome = suggestion.plan
+        line = f"  {' '.join(suggestion.overrides)}  margin {outcome.margin_gib:.1f} GiB"
+        if outcome.kv_cache.full_length:
+            line += f", step {outcome.step_s:.1f} s"
+        if suggestion.changes_training:
+            line += "; changes the training: adapters alone"
+        yield _fill(line)
 
 
 def _fill(line: str, *, indent: int = 4) -> str:
@@ -300,14 +292,12 @@ def _parser() -> OverridesParser:
     gpu_help = "by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s"
     node_help = "ranks of a node, on which an engine stays; default: 8"
     suggest_help = "print only overrides that make it fit, one a line; none if it does"
-    overrides_help = "values that replace the file's"
     add("--config", required=True, help="a YAML file; configs/ has examples")
     add("--gpu", required=True, metavar="CARD", help=gpu_help)
     add("--ranks", type=int, required=True, metavar="N", help="of the whole run")
     add("--ranks-per-node", type=int, metavar="N", help=node_help)
     add("--json", type=Path, metavar="FILE", help="write the plan there as JSON")
     add("--suggest", action="store_true", help=suggest_help)
-    add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
 
 

@@ -1,6 +1,6 @@
 """Repeats a recorded step with the trainer's code: rewards, advantages, logprobs, loss, gradient.
 
-This module imports torch; redo.py therefore hides the GPUs before it imports this module.
+This module imports torch; __main__.py therefore hides the GPUs before it imports this module.
 """
 
 from __future__ import annotations
