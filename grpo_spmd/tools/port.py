@@ -62,6 +62,9 @@ class Unreadable(NamedTuple):
 
     text: str
 
+    def __str__(self) -> str:
+        return self.text
+
 
 class Script(NamedTuple):
     """What a script sets."""
@@ -419,13 +422,7 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
         sampling = find_alias("vLLM", name)
         same = keys_named(name.rpartition(".")[2], keys)
         targets = alias.keys if alias else same if len(same) == 1 and not sampling else []
-        # A True is no value of most keys.
         is_plain = len(targets) == 1 and targets[0] in keys and targets[0] not in their.rules
-        if is_plain and value is True:
-            is_plain = False
-            with suppress(ConfigError):
-                build_config(as_tree(required | {targets[0]: True}))
-                is_plain = True
         # A rule has weighed the setting, or a note says what happens in its place.
         has_rule = any(target in their.rules for target in targets)
         is_explained = has_rule or bool(alias and alias.note and not targets)
@@ -548,9 +545,8 @@ def main() -> None:
     lines = [summary]
     for name, note in sorted(notes.items(), key=lambda item: item[1].partition(":")[0]):
         title, _, reason = note.partition(": ")
-        value = script.settings.get(name)
-        text = value.text if isinstance(value, Unreadable) else value
-        lines.append(f"{title}: {name}{f' = {text}' if name in script.settings else ''}: {reason}")
+        setting = f" = {script.settings[name]}" if name in script.settings else ""
+        lines.append(f"{title}: {name}{setting}: {reason}")
     tree = as_tree({key: entry.value for key, entry in entries.items()})
     lines = [*(f"# {_one_line(line)}" for line in lines), *_lines(tree, entries, "")]
     if args.out is None:

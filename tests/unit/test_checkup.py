@@ -328,18 +328,6 @@ def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
     assert ("ro" in result.opts.split(",")) == (kind == "xfs")
 
 
-def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    mounts = f"/dev/vda / ext4 rw 0 0\n/dev/vdb {tmp_path} xfs rw,{{}} 0 0\n"
-    for option, level in (("noexec", "warning"), ("relatime", "ok")):
-        root = plant(tmp_path / option, proc__self__mounts=mounts.format(option))
-        monkeypatch.setattr(psutil, "PROCFS_PATH", str(root / "proc"))
-        (line,) = disk.check_temporary(Target(environ={"TMPDIR": str(tmp_path)}))
-        assert (line.level, "noexec" in line.finding) == (level, level == "warning")
-    assert only(disk.check_temporary(Target(environ={"TMPDIR": "/nowhere"}))).level == "bad"
-
-
 # Versions
 
 

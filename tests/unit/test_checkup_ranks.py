@@ -78,8 +78,11 @@ def test_facts_that_must_be_alike_are_named_where_they_are_not() -> None:
 def test_many_facts_that_differ_are_few_lines() -> None:
     local, present = ({f"package_{i}": version for i in range(20)} for version in ("1", "2"))
     lines_of = of_ranks(ok(**local), ok(**local), ok(**local), ok(**present))
-    assert len(lines_of) == 1 + 4 + 1
-    assert lines_of[-1] == "warning: ranks differ in 16 more of these"
+    assert len(lines_of) == 1 + 1
+    assert lines_of[-1].startswith(
+        "warning: ranks differ in package_0: 1 on ranks 0-2 on a, b, 2 on"
+    )
+    assert len(lines_of[-1]) < 1_100
 
 
 @pytest.mark.parametrize(

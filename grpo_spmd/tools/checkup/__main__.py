@@ -25,10 +25,10 @@ from grpo_spmd.tools.checkup.exchange import (
     Launch,
     RankFindings,
     check_clocks,
-    check_links,
     check_shared_folder,
     find_launch,
     merge_findings,
+    start_ranks,
     try_folder,
 )
 from grpo_spmd.tools.checkup.results import (
@@ -58,7 +58,6 @@ CHECKS = (
     Check("threads", "memory", devices.check_threads, scope="rank"),
     Check("ulimit", "memory", devices.check_limits, scope="rank"),
     Check("run_dir", "disk", disk.check_run_folder, 20.0),
-    Check("/tmp", "disk", disk.check_temporary),
     Check("environment", "network", network.check_environment, scope="rank"),
     Check("host name", "network", network.check_host_name, 10.0),
     Check("port", "network", network.check_port),
@@ -66,10 +65,8 @@ CHECKS = (
     Check("sandbox", "config", devices.check_sandbox, 15.0),
     Check("--check", "config", devices.check_config, devices.CHECK_S + 5),
     Check("planner", "config", devices.check_plan, devices.PLAN_S + 20, scope="run"),
-    # The ranks that it starts keep --deadline themselves; this is only a last resort.
-    Check("all-reduce", "links", check_links, 3600.0),
 )
-_GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
+_GROUPS = (*dict.fromkeys(check.group for check in CHECKS), "links")
 
 
 def main() -> None:
@@ -137,21 +134,29 @@ def _check_alone(args: argparse.Namespace, target: Target) -> int:
     for check in CHECKS:
         for result in run_check(check, target) if check.group in args.only else ():
             page.add(check.group, result)
-    return page.close(time.monotonic() - start)
+    if "links" not in args.only:
+        return page.close(time.monotonic() - start)
+    return _RankCheckup(args, target, start_ranks(target), page).run()
 
 
 class _RankCheckup:
-    """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all."""
+    """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all.
 
-    def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
+    If rank 0 is given a page, it has made its checks already.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, target: Target, launch: Launch, page: Page | None = None
+    ) -> None:
         self._args, self._target, self._launch = args, target, launch
         self._start = time.monotonic()
         self._results: list[tuple[str, Result]] = []
-        self._page = _open_page(args) if launch.rank == 0 else None
+        self._checks = () if page else CHECKS
+        self._page = _open_page(args) if launch.rank == 0 and page is None else page
 
     def run(self) -> int:
         """Runs this rank's checks, exchanges the results and returns the exit code."""
-        if self._page is not None:
+        if self._page is not None and self._checks:
             show(f"checkup of {self._launch.num_ranks} ranks, by {gethostname()}\n")
         try:
             # Otherwise torch prints a page of C++ frames if a host cannot be reached.
@@ -173,7 +178,7 @@ class _RankCheckup:
         """Runs the checks whose scope includes this rank, and keeps their results."""
         # 0 means that the check is for this rank: it is the first of its scope.
         scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
-        for check in CHECKS:
+        for check in self._checks:
             if check.group in self._args.only and not scopes[check.scope]:
                 self._results += [(check.group, line) for line in run_check(check, self._target)]
 

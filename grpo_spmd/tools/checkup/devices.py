@@ -441,7 +441,7 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
     disk = shutil.disk_usage(folder)
     yield rated(
         "/dev/shm",
-        f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here",
+        f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.local_ranks} ranks here",
         f"{size_text(_SHM_WANTED)} per rank are recommended: {remedy}",
         # All ranks of the machine share the folder.
         value=disk.free / target.local_ranks,
@@ -464,7 +464,9 @@ def check_memory(target: Target) -> Iterator[Result]:
         total = limit
         available = min(available, limit - used)
         note = " (the cgroup's limit)"
-    finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
+    finding = (
+        f"{size_text(available)} free of {size_text(total)}{note}, for {target.local_ranks} ranks"
+    )
     sizes = _rank_memory(target)
     needed = sum(sizes.values())
     # Terms below 1 % are not listed, to keep the line short.
@@ -563,9 +565,8 @@ def check_threads(target: Target) -> Iterator[Result]:
     cores = target.cores if quota is None else min(target.cores, quota)
     text = target.environ.get("OMP_NUM_THREADS", "1")
     threads = int(text) if text.isdecimal() else 0
-    num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
-    finding = f"{cores:g} of {target.cores} cores, {num_nodes} NUMA nodes; "
-    finding += f"{target.ranks_text} x {threads} threads (OMP_NUM_THREADS)"
+    finding = f"{cores:g} of {target.cores} cores; {ranks} ranks x {threads} threads "
+    finding += "(OMP_NUM_THREADS)"
     # One thread per rank is the usual setting; more threads than cores slow each other down.
     if threads < 1 or (threads > 1 and ranks * threads > cores):
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"

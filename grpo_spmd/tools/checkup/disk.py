@@ -217,25 +217,3 @@ def _check_speed(folder: Path) -> Iterator[Result]:
         f"{1e10 / rate / 60:.1f} min for 10 GB: a faster disk, or larger checkpoint.every_steps"
     )
     yield rated("speed", finding, remedy, value=rate, wanted=50e6)
-
-
-def check_temporary(target: Target) -> Iterator[Result]:
-    """Checks the temporary folder, which holds compiled code, workers' folders and sandboxes."""
-    path = target.environ.get("TMPDIR", "/tmp")
-    remedy = "export TMPDIR=FOLDER on a local disk"
-    try:
-        with scratch_in(Path(path)):
-            free = shutil.disk_usage(path).free
-    except OSError as error:
-        yield bad("/tmp", f"cannot write in {path}: {error.strerror}", remedy)
-        return
-    file_system = file_system_of(Path(path).resolve())
-    finding = f"{path}: {size_text(free)} free"
-    if "noexec" in file_system.opts.split(","):
-        finding += ", mounted noexec: compiled code cannot be loaded from there"
-        remedy += "; or VLLM_CACHE_ROOT and TRITON_CACHE_DIR on one"
-        yield warning("/tmp", finding, remedy)
-    elif file_system.fstype.startswith("nfs"):
-        yield warning("/tmp", f"{finding}, on another host ({file_system.fstype})", remedy)
-    else:
-        yield rated("/tmp", finding, f"make room, or {remedy}", value=free, wanted=_GIB)

@@ -1,6 +1,6 @@
 """Finds the ranks of a checkup, brings their results to rank 0, and compares the nodes.
 
-The ranks are launched by torchrun or srun, or by `check_links`, which starts a few on this machine.
+The ranks are launched by torchrun or srun, or by `start_ranks` on this machine alone.
 Ranks post values in torch's store, and rank 0 gathers them (`Exchange`). Every wait has a deadline.
 The findings of a rank are the Results of its checks. They are merged: into one line if all ranks
 have found the same, else into one line for each kind of finding, which names the ranks that have
@@ -12,18 +12,25 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
 import time
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_spmd.config.command_line import number_of_ranks
-from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.distributed.processes import format_ranks, free_port
+from grpo_spmd.config.errors import ConfigError, cut_middle
+from grpo_spmd.distributed.processes import (
+    end_with_parent,
+    format_ranks,
+    free_port,
+    without_launch,
+)
 from grpo_spmd.tools.checkup.disk import lock_and_append, whole_lines
 from grpo_spmd.tools.checkup.results import (
     LEVELS,
@@ -39,7 +46,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
-_MAX_FACTS = 4
 # Lines that each node appends to the shared file.
 _NUM_LINES = 20
 
@@ -136,18 +142,15 @@ def first_host(nodes: str) -> str:
     return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
 
-def check_links(target: Target) -> Iterator[Result]:
-    """Measures all-reduces on this machine, between one rank for each GPU or two on the CPU.
+def start_ranks(target: Target) -> Launch:
+    """Starts ranks on this machine that measure its links: one for each GPU, or two on the CPU.
 
-    Each rank is a process that runs `checkup --only links`. Yields the lines that their rank 0 has
-    printed as JSON.
+    Returns the launch in which this process is rank 0. The others end with this process.
     """
-    if target.is_launched:
-        return
     num_ranks = target.num_gpus or 2
-    environ = {
+    launched = {
+        **without_launch(target.environ),
         "NCCL_DEBUG": "",
-        "TORCHELASTIC_USE_AGENT_STORE": "",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -155,23 +158,15 @@ def check_links(target: Target) -> Iterator[Result]:
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
     command = [sys.executable, "-m", "grpo_spmd.checkup", "--only", "links"]
-    command += ["--deadline", f"{target.deadline_s:g}", "--json", "/dev/stdout"]
-
-    def run_rank(rank: int) -> tuple[str, str]:
-        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        answer = target.run(command, 3 * target.deadline_s + 60, environ | numbers)
-        return answer.stdout, answer.stderr.strip()
-
-    with ThreadPoolExecutor(num_ranks) as pool:
-        outputs = [*pool.map(run_rank, range(num_ranks))]
-    # The lines for the terminal, which are also in the output, are not JSON.
-    text = "\n".join(line for line in outputs[0][0].splitlines() if line.startswith("{"))
-    for fields in map(json.loads, text.splitlines()):
-        if "level" in fields:
-            yield Result(fields["name"], fields["level"], fields["found"], fields["remedy"])
-    if "verdict" not in text:
-        errors = [error for _, error in outputs if error] or ["its ranks ended without a message"]
-        yield bad("all-reduce", errors[0].splitlines()[-1][:300], "python -c 'import torch'")
+    command += ["--deadline", f"{target.deadline_s:g}"]
+    environs = [
+        {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)
+    ]
+    for environ in environs[1:]:
+        subprocess.Popen(command, env=environ, preexec_fn=partial(end_with_parent, signal.SIGKILL))
+    launch = find_launch(environs[0])
+    assert launch is not None
+    return launch
 
 
 # Findings
@@ -187,17 +182,14 @@ def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
 def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
     """Yields (group, line): one line if all ranks found the same, else one for each finding.
 
-    The lines are in the order of the checks, group by group.
+    The lines are in the order of the checks of rank 0; those that only other ranks have come last.
     """
     by_check: dict[tuple[str, str], dict[int, list[Result]]] = {}
     for rank, rank_findings in findings.items():
         for group, result in rank_findings.results:
             by_rank = by_check.setdefault((group, result.name), {})
             by_rank.setdefault(rank, []).append(result)
-    groups = [group for group, _ in by_check]
-    for (group, name), results in sorted(
-        by_check.items(), key=lambda item: groups.index(item[0][0])
-    ):
+    for (group, name), results in by_check.items():
         # Ranks without a line of this name did not run the check, since its scope leaves them out;
         # but links are measured by all ranks.
         num_ranks = len(findings if group == "links" else results)
@@ -205,8 +197,10 @@ def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
             yield group, line
         make = bad if group in ("versions", "links") else warning
         remedy = "give all ranks the same kind of machine, environment, checkout and variables"
-        for difference in _differences(results, findings):
-            yield group, make(name, f"ranks differ in {difference}", remedy)
+        differences = _differences(results, findings)
+        if differences:
+            finding = cut_middle(f"ranks differ in {'; '.join(differences)}", 1_000)
+            yield group, make(name, finding, remedy)
 
 
 def _merge_results(
@@ -232,7 +226,7 @@ def _merge_results(
 
 
 def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) -> list[str]:
-    """Returns a text for each fact that differs between ranks, and how many more there are.
+    """Returns a text for each fact that differs between ranks.
 
     A fact is a value that must be the same on all ranks, such as a version.
     """
@@ -247,8 +241,7 @@ def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) ->
             common_first = sorted(values.items(), key=lambda item: -len(item[1]))
             ranks = [f"{value[:80]} on {name_ranks(r, findings)}" for value, r in common_first]
             texts.append(f"{fact}: {join_items(ranks, 4)}")
-    num_more = len(texts) - _MAX_FACTS
-    return texts[:_MAX_FACTS] + ([f"{num_more} more of these"] if num_more > 0 else [])
+    return texts
 
 
 # The exchange of values over torch's store

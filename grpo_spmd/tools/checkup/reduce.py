@@ -126,7 +126,7 @@ class RankExchange(Exchange):
                 torch.cuda.set_device(device)
                 name = torch.cuda.get_device_name()
                 report.gpu = (name, torch.cuda.mem_get_info()[1] / 2**30)
-                kind = device.type
+            kind = device.type
             report.lines.append(ok("device", f"torch uses {name}", {"device": kind}))
         except (ConfigError, RuntimeError) as error:
             finding, _, remedy = _first_line(error).partition("; ")

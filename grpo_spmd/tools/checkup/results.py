@@ -79,10 +79,6 @@ class Target:
     run_dir: Path = Path()
     deadline_s: float = 60.0  # for the ranks that measure all-reduces
 
-    @property
-    def ranks_text(self) -> str:
-        return f"{self.local_ranks} ranks"
-
     def read(self, *paths: str) -> str:
         """Returns the text of the first file below the root that can be read; "" if none can."""
         for path in paths:

@@ -123,8 +123,7 @@ def _text_lines(
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
     )
-    values = ", ".join(_decided_overrides(plan)).replace('"', "")
-    yield _fill(f"with {values}")
+    yield _fill(f"with {', '.join(_decided_overrides(plan))}".replace('"', ""))
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
@@ -137,18 +136,15 @@ def _text_lines(
         "own tensors); counted: the rest"
     )
     yield _fill(f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}")
-    # A step may have fewer sequences than fit into the cache.
-    num_running = min(cache.full_length, cache.sequences)
     yield _fill(
         f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
         f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
-        f"full length; {num_running} of them of full length run at one time, others wait"
+        f"full length; {cache.num_running} of them of full length run at one time, others wait"
     )
     if advised is not None:
-        larger = advised.plan.kv_cache
         yield _fill(
             f"memory is free in rollout: {advised.overrides[0]} would run "
-            f"{min(larger.full_length, larger.sequences)} of them at one time, not {num_running}"
+            f"{advised.plan.kv_cache.num_running} of them at one time, not {cache.num_running}"
         )
     if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
@@ -288,7 +284,7 @@ def _parser() -> OverridesParser:
         description="Predict a rank's memory by phase, whether a config fits a GPU, and the time "
         "of a step. Needs no GPU, and of the model only config.json. Exit code 1: it does not fit.",
     )
-    add: Any = parser.add_argument
+    add = parser.add_argument
     gpu_help = "by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s"
     node_help = "ranks of a node, on which an engine stays; default: 8"
     suggest_help = "print only overrides that make it fit, one a line; none if it does"

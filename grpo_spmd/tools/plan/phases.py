@@ -294,6 +294,11 @@ class KvCache:
     # Number of the engine's sequences of one step.
     sequences: int
 
+    @property
+    def num_running(self) -> int:
+        """The number of the step's sequences that run at the same time, at full length."""
+        return min(self.full_length, self.sequences)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -542,13 +547,10 @@ def decide(
 
     sized = [decided(config, {ENGINE_RANKS_KEY: size}) for size in engine_sizes]
     config = min(sized, key=lack) if len(sized) > 1 else sized[0]
-    plans = (plan_of(candidate) for candidate in _decisions(config))
-    plan = next(plans)
-    while not plan.trainer_fits:
-        sparing = next(plans, None)
-        if sparing is None:
+    for candidate in _decisions(config):
+        plan = plan_of(candidate)
+        if plan.trainer_fits:
             break
-        plan = sparing
     return plan
 
 

@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -167,19 +168,16 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
     """Yields how many rollouts differ in each outcome, and the rollouts that differ most."""
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
-        old = _outcomes(rollout.recorded)
-        new = _outcomes(rollout.replayed)
+        old, new = _outcomes(rollout.recorded), _outcomes(rollout.replayed)
         changes = []
         for name in old | new:
-            old_value = old.get(name)
-            new_value = new.get(name)
-            is_other = _differ(old_value, new_value)
-            counts[name] = counts.get(name, 0) + is_other
+            is_other = _differ(old.get(name), new.get(name))
+            counts[name] += is_other
             if is_other:
-                changes.append(f"{name} {_number(old_value)} -> {_number(new_value)}")
+                changes.append(f"{name} {_number(old.get(name))} -> {_number(new.get(name))}")
         if changes:
             distances = [
                 abs((old[name] or 0.0) - (new[name] or 0.0)) for name in ("advantage", "reward")
@@ -189,8 +187,7 @@ def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
     yield f"of {len(rollouts)} rollouts differ: {totals}"
     if ranked:
         yield "largest differences (position/sample):"
-        ranked.sort(key=lambda entry: entry[0], reverse=True)
-        yield from (line for _, line in ranked[:top])
+        yield from (line for _, line in sorted(ranked, reverse=True)[:top])
 
 
 def _outcomes(record: RolloutRecord) -> dict[str, Any]:
@@ -205,13 +202,11 @@ def _outcomes(record: RolloutRecord) -> dict[str, Any]:
 
 def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[str]:
     """Yields a title and the `top` rollouts with the largest values; nothing if all are 0."""
-    entries = sorted(
-        (entry for entry in ranked if entry[0] > 0), key=lambda entry: entry[0], reverse=True
-    )
-    if entries:
+    positive = [entry for entry in ranked if entry[0] > 0]
+    if positive:
         yield ""
         yield f"{title}:"
-    for value, rollout in entries[:top]:
+    for value, rollout in sorted(positive, key=lambda entry: entry[0], reverse=True)[:top]:
         record = rollout.recorded
         facts = (
             f"{_number(value):>10}",

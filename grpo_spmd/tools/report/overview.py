@@ -12,12 +12,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from grpo_spmd.config.describe import flat, flatten_config
+from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
 from grpo_spmd.diagnosis.curves import Metrics
@@ -35,12 +34,12 @@ from grpo_spmd.tools.report.steps import (
     spread_indices,
 )
 
-# The keys that have no default, with values of the right type.
+# The keys that have no default, with values of the right type that no run has.
 _NEEDED = {
     "run_dir": "-run",
     "model": {"path": "-model"},
     "data": {"train": "-data"},
-    "rewards": [{"name": "exact"}],
+    "rewards": [{"function": "-file.py:reward"}],
 }
 
 
@@ -117,7 +116,7 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
     recipe: Mapping[str, Any] = {}
     with suppress(ConfigError):  # this version may not have the algorithm
         recipe = recipe_of(run.config)
-    defaults = _default_values()
+    defaults = flatten_config(build_config(_NEEDED))
     rows = []
     for key, value in run.config.items():
         # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
@@ -138,13 +137,6 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run_dir")
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
     return [row for row in rows if len(set(map(repr, row[1:]))) > 1]
-
-
-@cache
-def _default_values() -> Mapping[str, Any]:
-    """Returns the default of each dotted key, without the keys that a config must set."""
-    values = flatten_config(build_config(_NEEDED))
-    return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
 
 
 def _config_value(value: Any, max_chars: int = 2_000) -> Any:

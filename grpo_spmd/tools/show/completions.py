@@ -30,10 +30,10 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 from grpo_spmd.tools.report.steps import as_text, message_text, prompt_text
 from grpo_spmd.tools.show.overview import (
+    LABEL_COLUMNS,
     curve,
     histogram,
     is_drawable,
-    label_width,
     number,
     time_lines,
 )
@@ -567,9 +567,8 @@ def _curve_line(
     title: str, values: Sequence[float | None], figures: str, terminal: Terminal, *, is_peak: bool
 ) -> Line:
     """Returns one line: a title, the curve of `values`, and `figures` about them."""
-    label = label_width(terminal)
-    drawn = curve(values, terminal.columns - label - 28, is_peak)
-    return Line.assemble(terminal.pad(title, label), terminal.text(drawn, "curve"), figures)
+    drawn = curve(values, terminal.columns - LABEL_COLUMNS - 28, is_peak)
+    return Line.assemble(terminal.pad(title, LABEL_COLUMNS), terminal.text(drawn, "curve"), figures)
 
 
 # A search

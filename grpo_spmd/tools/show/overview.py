@@ -20,7 +20,7 @@ from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 
 Value = float | int | None
 _MAX_CURVES = 8  # at most so many for components of the reward, and as many for evaluations
-_REPORT_LINES = 12
+LABEL_COLUMNS = 18  # left of curves and bars
 _GOOD_STATES = ("done", "running")
 _BAD_STATES = ("failed", "killed")
 _MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
@@ -95,7 +95,6 @@ class CurveRow(NamedTuple):
     label: str
     metric: str
     is_peak: bool = False  # a bar for several steps shows the largest value, not the mean
-    is_optional: bool = False  # hidden if it was always 0, as of a feature that is off
 
 
 _CURVES = (
@@ -105,10 +104,10 @@ _CURVES = (
     CurveRow("groups alike", "reward/zero_std_groups_frac"),
     CurveRow("tokens", "completion/tokens_mean"),
     CurveRow("truncated", "completion/truncated_frac"),
-    CurveRow("turns", "episode/turns_mean", is_optional=True),
+    CurveRow("turns", "episode/turns_mean"),
     CurveRow("entropy", "loss/entropy"),
-    CurveRow("KL", "loss/kl", is_optional=True),
-    CurveRow("clipped", "loss/clip_frac", is_optional=True),
+    CurveRow("KL", "loss/kl"),
+    CurveRow("clipped", "loss/clip_frac"),
     CurveRow("grad norm", "optim/grad_norm", is_peak=True),
     CurveRow("mismatch KL", "weight_sync/mismatch_kl", is_peak=True),
     CurveRow("tokens/s", "rollout/tokens_per_s"),
@@ -132,7 +131,7 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
             yield Line()
             yield terminal.line(f"logs/{name}", "bad")
             # The end of a report says what stopped the ranks, so it is shown too.
-            yield from terminal.excerpt(text, _REPORT_LINES - 6, 6, indent=2)
+            yield from terminal.excerpt(text, 6, 6, indent=2)
     if run.steps:
         hint = f"more: --step {run.last_step}"
         if run.dumped_steps:
@@ -189,11 +188,10 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields a row for each metric: its label, its curve over the steps, and four numbers."""
-    label_columns = label_width(terminal)
-    width = terminal.columns - label_columns - 4 * _FIGURE_WIDTH
+    width = terminal.columns - LABEL_COLUMNS - 4 * _FIGURE_WIDTH
     steps = f"step {run.steps[0]['step']}..{run.last_step}"
     titles = ("first", "last", "min", "max")
-    columns = [Column("", label_columns, "<"), Column(steps, width, "<", style="curve")]
+    columns = [Column("", LABEL_COLUMNS, "<"), Column(steps, width, "<", style="curve")]
     columns += [Column(title, _FIGURE_WIDTH) for title in titles]
     components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
     curves = [CurveRow("reward", "reward/mean")]
@@ -201,12 +199,12 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     sets = sorted(matching_metrics(run.evaluations, r"eval/(.+)/mean"))[:_MAX_CURVES]
     curves += [*_CURVES, *(CurveRow(f"eval {name}", f"eval/{name}/mean") for name in sets)]
     rows = []
-    for label, metric, is_peak, is_optional in curves:
+    for label, metric, is_peak in curves:
         lines = run.evaluations if metric.startswith("eval/") else run.steps
         values: list[Value] = [line.get(metric) for line in lines]
-        # A metric that no step has gets no row.
+        # A metric that no step has gets no row, nor one of a feature that is off and was always 0.
         numbers = [value for value in values if value is not None]
-        if any(numbers) if is_optional else numbers:
+        if any(numbers) or (numbers and metric.startswith(("reward/", "eval/"))):
             drawn = curve(values, width - 1, is_peak)
             figures = (numbers[0], numbers[-1], min(numbers), max(numbers))
             rows.append([label, drawn, *map(number, figures)])
@@ -231,9 +229,8 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
     mean = number(total / len(lines))
     title = f"where the time goes: {mean} s a step, each phase as its slowest rank took it"
     yield terminal.line(title, "role")
-    label = label_width(terminal)
-    width = terminal.columns - label - 18
-    columns = [Column("", label, "<"), Column("", width, "<", style="curve")]
+    width = terminal.columns - LABEL_COLUMNS - 18
+    columns = [Column("", LABEL_COLUMNS, "<"), Column("", width, "<", style="curve")]
     rows = []
     for name, phase_s in sorted(seconds.items(), key=lambda item: (-item[1], item[0])):
         frac = phase_s / total
@@ -241,11 +238,6 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
             mean = number(phase_s / len(lines))
             rows.append([name, bar(frac, width), f"{min(99.0, frac):.0%}", f"{mean} s"])
     yield from terminal.table([*columns, Column("", 6), Column("", 11)], rows)
-
-
-def label_width(terminal: Terminal) -> int:
-    """Returns the number of columns for the labels left of curves and bars."""
-    return 18 if terminal.columns >= 76 else 14
 
 
 def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
