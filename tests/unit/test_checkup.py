@@ -90,11 +90,6 @@ def test_a_program_that_hangs_is_a_line_at_its_deadline(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
-def test_what_is_not_ok_says_what_helps() -> None:
-    with pytest.raises(AssertionError, match="no remedy"):
-        Result("swap", "warning", "in use")
-
-
 # Memory
 
 

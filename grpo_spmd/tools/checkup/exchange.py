@@ -88,7 +88,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
-    # A single rank counts as launched if it has a port, as from check_links, but not if torchrun
+    # A single rank counts as launched if it has a port, as from start_ranks, but not if torchrun
     # started it: it is then alone.
     is_alone = "TORCHELASTIC_RUN_ID" in environ or "MASTER_PORT" not in environ
     if "RANK" not in environ or (num_ranks == 1 and is_alone):
@@ -114,8 +114,11 @@ def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Returns {} if this process is no such task, or the only one of its step.
     """
-    names = [name for name in environ if name.startswith("SLURM_")]
-    slurm = {name.removeprefix("SLURM_"): environ[name] for name in names}
+    slurm = {
+        name.removeprefix("SLURM_"): value
+        for name, value in environ.items()
+        if name.startswith("SLURM_")
+    }
     # A batch script has no step, although SLURM_NTASKS is set in it.
     num_tasks = slurm.get("STEP_NUM_TASKS", "1")
     if num_tasks == "1":

@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from grpo_spmd.tools.plan.phases import Plan, Suggestion
 
 _MAX_RANKS = 65_536
-_COLUMNS = 100
+_WRAPPER = textwrap.TextWrapper(
+    100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+)
 
 
 def main() -> None:
@@ -88,7 +90,8 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         except OSError as error:
             raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
     if not args.suggest:
-        show("\n".join(_text_lines(plan, proposals, advised)))
+        for line in _text_lines(plan, proposals, advised):
+            show(_WRAPPER.fill(line))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
     elif proposals and proposals[0].plan.fits and not proposals[0].changes_training:
@@ -115,40 +118,40 @@ def _text_lines(
     not fit might fit; `advised` is one with a larger KV cache."""
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
-    yield _fill(
+    yield (
         f"{case.config.model.path} ({case.model.num_parameters / 1e9:.2f} B parameters) on "
         f"{case.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
     )
-    yield _fill(
+    yield (
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
     )
-    yield _fill(f"with {', '.join(_decided_overrides(plan))}".replace('"', ""))
+    yield f"with {', '.join(_decided_overrides(plan))}".replace('"', "")
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
         peak, free = plan.peak_gib(phase), plan.margin_of(phase)
-        yield _fill(f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}", indent=30)
+        yield f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}"
     yield ""
-    yield _fill(
+    yield (
         "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, "
         f"engine's sampler tables, layer in load, fragmentation ({FRAGMENTATION:.0%} of a phase's "
         "own tensors); counted: the rest"
     )
-    yield _fill(f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}")
-    yield _fill(
+    yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
+    yield (
         f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
         f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
         f"full length; {cache.num_running} of them of full length run at one time, others wait"
     )
     if advised is not None:
-        yield _fill(
+        yield (
             f"memory is free in rollout: {advised.overrides[0]} would run "
             f"{advised.plan.kv_cache.num_running} of them at one time, not {cache.num_running}"
         )
     if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
-        yield _fill(
+        yield (
             "step, s, every completion at full length (a model: shares of the card's ceilings): "
             f"{plan.step_s:.1f}: {seconds}; rewards, evaluation and checkpoints not counted"
         )
@@ -166,18 +169,7 @@ def _text_lines(
             line += f", step {outcome.step_s:.1f} s"
         if suggestion.changes_training:
             line += "; changes the training: adapters alone"
-        yield _fill(line)
-
-
-def _fill(line: str, *, indent: int = 4) -> str:
-    """Returns the line wrapped at _COLUMNS, with its second and later lines indented by blanks."""
-    return textwrap.fill(
-        line,
-        _COLUMNS,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        yield line
 
 
 def _as_json(

@@ -188,19 +188,33 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
     about = "about " if num_unread else ""
     tables = "all are" if num_read == total else f"{num_read:,} are"
     num_old = len(run.files.rollout_files) - num_dumped
-    # Each note, and a number that is 0 if there is no need for it.
-    notes = {
-        f"{len(results):,} of {num_dumped:,} dumped steps are in this page, spread "
-        f"evenly: there was no {limit} for more": num_unread,
-        f"of {about}{total:,} rollouts {tables} in the tables, {num_shown:,} with their text": total
-        - num_shown,
-        f"{counts['hidden']:,} of {counts['wanted']:,} best, worst, most mismatched and failed "
-        "ones have no text": counts["hidden"],
-        f"{counts['broken']:,} broken lines or files of dumps are left out": counts["broken"],
-        f"{num_old:,} dumps of an earlier attempt are left out: the run has yet to repeat their "
-        "steps": num_old,
-    }
-    note = "; ".join(text for text, number in notes.items() if number)
+    # Each note behind a number that is 0 if there is no need for it.
+    notes = (
+        (
+            num_unread,
+            f"{len(results):,} of {num_dumped:,} dumped steps are in this page, spread evenly: "
+            f"there was no {limit} for more",
+        ),
+        (
+            total - num_shown,
+            f"of {about}{total:,} rollouts {tables} in the tables, {num_shown:,} with their text",
+        ),
+        (
+            counts["hidden"],
+            f"{counts['hidden']:,} of {counts['wanted']:,} best, worst, most mismatched and failed "
+            "ones have no text",
+        ),
+        (
+            counts["broken"],
+            f"{counts['broken']:,} broken lines or files of dumps are left out",
+        ),
+        (
+            num_old,
+            f"{num_old:,} dumps of an earlier attempt are left out: the run has yet to repeat "
+            "their steps",
+        ),
+    )
+    note = "; ".join(text for number, text in notes if number)
     steps = sorted(result.step for result in results if result.counts["read"])
     return {"steps": steps, "shown": num_shown, "total": total, "note": note}
 

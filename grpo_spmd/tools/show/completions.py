@@ -15,7 +15,6 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -27,7 +26,7 @@ from grpo_spmd.observe.rollout_record import RolloutRecord
 from grpo_spmd.observe.run_folder import ReadErrors
 from grpo_spmd.observe.token_scores import TokenScores
 from grpo_spmd.proofs.logprob_check import bounds_of
-from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
+from grpo_spmd.tools.report.pieces import read_pieces
 from grpo_spmd.tools.report.steps import as_text, message_text, prompt_text
 from grpo_spmd.tools.show.overview import (
     LABEL_COLUMNS,
@@ -138,7 +137,7 @@ class TokenDifferences:
         """Reads the scores of `records`, which are rollouts of the step; `errors` is added to."""
         # The bound of the mean over a step. In a healthy run single tokens may exceed it by far.
         self._bound, _ = bounds_of(run.dtype, None, None)
-        self._run = run
+        self._pieces = read_pieces(run.folder)
         num_tokens = {record.rollout_id: len(record.completion_ids) for record in records}
         # Scores of another length belong to a rollout of another run.
         self._scores: dict[int | None, TokenScores] = {
@@ -206,10 +205,6 @@ class TokenDifferences:
         """Returns the text of each token; [] without a tokenizer, or if the texts are too long."""
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         return pieces if sum(map(len, pieces)) <= 1 << 24 else []
-
-    @cached_property
-    def _pieces(self) -> TokenPieces | None:
-        return read_pieces(self._run.folder)
 
 
 # Completions
@@ -287,10 +282,8 @@ def completion_lines(
 def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
     """Yields the prompt and the other columns of its data row."""
     prompt = record.prompt
-    is_text = isinstance(prompt, str)
-    yield from _conversation(
-        [{"role": "prompt", "content": prompt}] if is_text else prompt, terminal
-    )
+    messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    yield from _conversation(messages, terminal)
     for name, value in list(record.columns.items())[: terminal.limit(12)]:
         text = f"{name} = {as_text(value)}"
         yield from terminal.excerpt(text, 3, indent=2 * _INDENT, styles="dim")
