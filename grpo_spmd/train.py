@@ -60,7 +60,6 @@ def main() -> None:
         metavar="N",
         help="number of ranks to check or explain (default: WORLD_SIZE, else 1)",
     )
-    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
     args = parser.parse()
     args.explain |= args.all
     if args.ranks is not None and (args.ranks < 1 or not (args.explain or args.check)):

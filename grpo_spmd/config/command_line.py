@@ -28,12 +28,15 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 class OverridesParser(OneLineParser):
-    """A parser of options and `section.key=value` overrides in any order."""
+    """A parser of options and `section.key=value` overrides in any order. The overrides come after
+    the other positional arguments."""
 
     def parse(self, words: Sequence[str] | None = None) -> argparse.Namespace:
         """Returns the parsed arguments of `words`, by default those of this process. Ends the
         process if they have a mistake."""
         words = sys.argv[1:] if words is None else words
+        overrides_help = "values that replace those of the config"
+        self.add_argument("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
         takes_value = {
             name: action.nargs != 0 for name, action in self._option_string_actions.items()
         }

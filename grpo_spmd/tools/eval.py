@@ -45,7 +45,6 @@ def main() -> None:
     add("checkpoint", type=Path, help="RUN_DIR/checkpoints/step_NNNNNN, or a model's folder")
     add("--config", required=True, help="YAML file, such as the config.yaml of the run")
     add("--json", type=Path, metavar="FILE", help="write the metrics there as JSON")
-    add("overrides", nargs="*", metavar="section.key=value", help="replace values of the file")
     args = parser.parse()
     checkpoint = args.checkpoint
     overrides = [*args.overrides, "eval.every_steps=1"]

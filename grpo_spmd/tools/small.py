@@ -178,10 +178,8 @@ def update(
 def _print_line(rows: list[list[float]]) -> None:
     """Prints the line of a step; each rank has sent a row [step, reward, loss, mismatch]."""
     steps, rewards, losses, mismatches = zip(*rows, strict=True)
-    reward = sum(rewards) / len(rewards)
-    loss = sum(losses)
-    mismatch = max(mismatches)
-    line = f"step {steps[0]}  reward {reward:.3f}  loss {loss:+.4f}  mismatch {mismatch:.0e}"
+    line = f"step {steps[0]}  reward {sum(rewards) / len(rewards):.3f}  "
+    line += f"loss {sum(losses):+.4f}  mismatch {max(mismatches):.0e}"
     print(line, flush=True)
 
 

@@ -21,8 +21,8 @@ from grpo_spmd.records import ScoredRollouts
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.trl import logged_in, mean_metrics
+from grpo_spmd.tools.replay.__main__ import replay, report
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay, report
 from tests.faults.test_reward_pool import CharacterTokenizer, _groups
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.faults.test_resume import metrics, run, start, state
 from tests.support.dumps import dumped
 from tests.support.models import make_model, write_config

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.support.digit_judge import (
     HIGH,
     LOW,

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from grpo_spmd.checkpoint.export import export_checkpoint
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob, train
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.tools.replay.__main__ import replay, report
 from grpo_spmd.tools.replay.read import Replay, read_step
-from grpo_spmd.tools.replay.redo import replay, report
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT, Job
 from tests.support.ranks import RanksJob
@@ -318,7 +318,7 @@ def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
         "".join(json.dumps(record) + "\n" for record in records)
     )
     result, text = replayed(copy, 2)
-    assert "1 rollouts with a logprob that is not finite:\n" in text
+    assert "\nrollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
     assert result.metrics["optim/skipped_updates"] == (0, 1)
     packed = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.support.models import make_model, write_config
 from tests.support.ranks import RanksJob
 from tests.support.stub_server import SECRET, StubServer, assert_no_secret, stub_server

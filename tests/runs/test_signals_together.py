@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.ranks.test_partition import relative_difference
 from tests.support.dumps import dumped
 from tests.support.models import make_model, make_reward_model, write_config

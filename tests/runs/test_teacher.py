@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.support.dumps import dumped
 from tests.support.models import make_model, write_config
 from tests.support.processes import run_command
@@ -178,7 +178,7 @@ def test_without_a_teacher_nothing_of_it_is_imported(folder: Path) -> None:
     code = f"""
 import sys
 sys.argv[1:] = ["--config", {str(config)!r}, "--check"]
-import grpo_spmd.loop, grpo_spmd.tools.replay.redo, grpo_spmd.train
+import grpo_spmd.loop, grpo_spmd.tools.replay.__main__, grpo_spmd.train
 try:
     grpo_spmd.train.main()
 finally:

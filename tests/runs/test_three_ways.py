@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import transformers
 
+from grpo_spmd.tools.replay.__main__ import replay
 from grpo_spmd.tools.replay.read import read_step
-from grpo_spmd.tools.replay.redo import replay
 from tests.support.dumps import dumped
 from tests.support.models import write_config
 from tests.support.processes import ROOT

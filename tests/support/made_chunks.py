@@ -1,4 +1,4 @@
-"""Chunks of a report's page for made-up runs: what `grpo_spmd.tools.report.page` is given, without
+"""Chunks of a report's page for made-up runs: what `grpo_spmd.tools.report.build` is given, without
 a run.
 
 Numbers are of a seed; texts are pieces of words, so that pieces, ids and completions agree as a
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.tools.report.page import write_page
+from grpo_spmd.tools.report.build import write_page
 
 Chunks = Iterator[tuple[str, bytes]]
 PHASES = ("weight_sync", "rollout", "reward", "logprobs", "update", "checkpoint")

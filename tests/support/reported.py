@@ -132,8 +132,11 @@ def byte_tokenizer(folder: Path) -> None:
     """tokenizer.json whose tokens are bytes, by their number."""
     from tokenizers import Tokenizer, decoders, models
 
-    from grpo_spmd.tools.report.pieces import BYTE_ALPHABET
-
-    tokenizer = Tokenizer(models.BPE(vocab=dict(BYTE_ALPHABET), merges=[]))
+    # GPT-2's alphabet: printable bytes are their own letters, the others follow U+0100 in order.
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    letters |= {chr(0x100 + number): byte for number, byte in enumerate(hidden)}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
     tokenizer.decoder = decoders.ByteLevel()
     (folder / "tokenizer.json").write_text(tokenizer.to_str())

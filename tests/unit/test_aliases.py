@@ -216,7 +216,6 @@ def _parser() -> OverridesParser:
     parser = OverridesParser(prog="x", allow_abbrev=False)
     parser.add_argument("--config", required=True)
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("overrides", nargs="*")
     return parser
 
 

@@ -14,8 +14,8 @@ from grpo_spmd.config.coerce import key_names
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config
-from grpo_spmd.tools import port, scripts
-from grpo_spmd.tools.scripts import Unreadable, read_script
+from grpo_spmd.tools import port
+from grpo_spmd.tools.port import Unreadable, read_script
 
 VERL = "python3 -m verl.trainer.main_ppo "
 OPENRLHF = "ray job submit -- python3 -m openrlhf.cli.train_ppo_ray "
@@ -385,7 +385,7 @@ def test_a_line_of_many_words_is_read_once(
         counts.append(len(words))
         return {}
 
-    monkeypatch.setattr(scripts, "_settings", settings)
+    monkeypatch.setattr(port, "_settings", settings)
     with pytest.raises(ConfigError, match="no command in it"):
         read_script(script(tmp_path, word * 5000), [])
     # Not once for each word, whose square would take minutes.

@@ -14,7 +14,6 @@ import resource
 import stat
 import subprocess
 import sys
-import threading
 import zlib
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
@@ -29,12 +28,10 @@ from grpo_spmd.diagnosis.run import name_apart, read_run
 from grpo_spmd.observe import run_folder
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
 from grpo_spmd.observe.run_folder import RunFolder
-from grpo_spmd.tools import follow
 from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
 from grpo_spmd.tools.report.build import build_page
-from grpo_spmd.tools.report.page import json_bytes
-from grpo_spmd.tools.report.steps import scan_step
+from grpo_spmd.tools.report.steps import json_bytes, scan_step
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
 from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of
@@ -543,7 +540,7 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
     sources = {key: (value, source) for key, value, source in main["runs"][1]["config"]}
     assert sources == {
         "run_dir": ("b", "set"), "model.path": ("m", "set"), "model.dtype": ("bfloat16", "default"),
-        "seed": (0, "default"), "loss.kl_coef": (1, "command line"),
+        "seed": (0, "default"), "loss.kl_coef": (1, "set"),
     }  # fmt: skip
     assert main["runs"][0]["versions"] == {"torch": "2"}
 
@@ -630,7 +627,7 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     going = {"launch": 1, "outcome": None, "host": "another", "start": "2099-01-01T00:00:00Z"}
     folder = make_run(tmp_path / "run", healthy(2), going)
     monkeypatch.setattr(command, "_MIN_AGE_S", 0.0)
-    monkeypatch.setattr(follow, "_POLL_S", 0.01)
+    monkeypatch.setattr(command, "_PAUSE_FACTOR", 0.0)
     monkeypatch.setattr(sys, "argv", ["report", str(folder), "--follow"])
     built: list[int] = []
     inner: Callable[..., Any] = build_page
@@ -638,14 +635,13 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     def watched(runs: Any, out: Path) -> None:
         inner(runs, out)
         built.append(len(_chunks(out)["main"]["runs"][0]["steps"]))
+        if len(built) == 1:
+            make_run(folder, healthy(3), going)
         if len(built) == 2:
             make_run(folder, healthy(5))
 
     monkeypatch.setattr(command, "build_page", watched)
-    grown = threading.Timer(0.5, lambda: make_run(folder, healthy(3), going))
-    grown.start()
     command.main()
-    grown.join()
     assert built == [2, 3, 5]
 
 

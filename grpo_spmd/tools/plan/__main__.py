@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from grpo_spmd.tools.plan.phases import Plan, Suggestion
 
 _MAX_RANKS = 65_536
-_COLUMNS = 100
+_WRAPPER = textwrap.TextWrapper(
+    100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+)
 
 
 def main() -> None:
@@ -88,7 +90,8 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         except OSError as error:
             raise ConfigError(f"--json: cannot write {args.json}: {error.strerror}") from None
     if not args.suggest:
-        show("\n".join(_text_lines(plan, proposals, advised)))
+        for line in _text_lines(plan, proposals, advised):
+            show(_WRAPPER.fill(line))
     elif plan.fits:
         say(f"it fits as it is, with a margin of {plan.margin_gib:.1f} GiB")
     elif proposals and proposals[0].plan.fits and not proposals[0].changes_training:
@@ -97,18 +100,9 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     else:
         say(
             "nothing that was tried makes it fit with the same training: more ranks, a larger card "
-            f"or shorter rollouts would{_lora_text(proposals)}"
+            "or shorter rollouts would; without --suggest it is tried to train adapters alone"
         )
     return plan.fits
-
-
-def _lora_text(proposals: Sequence[Suggestion]) -> str:
-    """Returns the end of a sentence about a suggestion that fits because it trains only adapters;
-    "" if there is none."""
-    fitting = [item for item in proposals if item.plan.fits and item.changes_training]
-    if not fitting:
-        return ""
-    return f"; so would {' '.join(fitting[0].overrides)}, which trains adapters alone"
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
@@ -124,44 +118,40 @@ def _text_lines(
     not fit might fit; `advised` is one with a larger KV cache."""
     case, card, cache = plan.case, plan.case.card, plan.kv_cache
     verdict = "fits" if plan.fits else "does not fit"
-    yield _fill(
+    yield (
         f"{case.config.model.path} ({case.model.num_parameters / 1e9:.2f} B parameters) on "
         f"{case.num_ranks} x {card.name} ({card.gib:g} GiB each): {verdict}"
     )
-    yield _fill(
+    yield (
         f"margin {plan.margin_gib:.1f} GiB, least in phase {plan.tightest}; "
         "a prediction: nothing of it has been compared with a real GPU"
     )
-    values = ", ".join(_decided_overrides(plan)).replace('"', "")
-    yield _fill(f"with {values}")
+    yield f"with {', '.join(_decided_overrides(plan))}".replace('"', "")
     yield ""
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
         peak, free = plan.peak_gib(phase), plan.margin_of(phase)
-        yield _fill(f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}", indent=30)
+        yield f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}"
     yield ""
-    yield _fill(
+    yield (
         "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, "
         f"engine's sampler tables, layer in load, fragmentation ({FRAGMENTATION:.0%} of a phase's "
         "own tensors); counted: the rest"
     )
-    yield _fill(f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}")
-    # A step may have fewer sequences than fit into the cache.
-    num_running = min(cache.full_length, cache.sequences)
-    yield _fill(
+    yield f"host memory of a rank, GiB: {_join_usage(plan.host) or 'nothing'}"
+    yield (
         f"KV cache of an engine: {cache.tokens:,} tokens ({max(0, cache.num_bytes) / GIB:.2f} "
         f"GiB) of {cache.needed_tokens:,} for its {cache.sequences} sequences of a step at "
-        f"full length; {num_running} of them of full length run at one time, others wait"
+        f"full length; {cache.num_running} of them of full length run at one time, others wait"
     )
     if advised is not None:
-        larger = advised.plan.kv_cache
-        yield _fill(
+        yield (
             f"memory is free in rollout: {advised.overrides[0]} would run "
-            f"{min(larger.full_length, larger.sequences)} of them at one time, not {num_running}"
+            f"{advised.plan.kv_cache.num_running} of them at one time, not {cache.num_running}"
         )
     if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
-        yield _fill(
+        yield (
             "step, s, every completion at full length (a model: shares of the card's ceilings): "
             f"{plan.step_s:.1f}: {seconds}; rewards, evaluation and checkpoints not counted"
         )
@@ -173,23 +163,13 @@ def _text_lines(
     has_fitting = any(suggestion.plan.fits for suggestion in proposals)
     yield "what would make it fit, the cheapest first:" if has_fitting else "nothing tried fits:"
     for suggestion in proposals:
-        seconds = f", step {suggestion.plan.step_s:.1f} s"
-        yield _fill(
-            f"  {' '.join(suggestion.overrides)}  margin {suggestion.plan.margin_gib:.1f} GiB"
-            f"{seconds if suggestion.plan.kv_cache.full_length else ''}"
-            f"{'; changes the training: adapters alone' if suggestion.changes_training else ''}"
-        )
-
-
-def _fill(line: str, *, indent: int = 4) -> str:
-    """Returns the line wrapped at _COLUMNS, with its second and later lines indented by blanks."""
-    return textwrap.fill(
-        line,
-        _COLUMNS,
-        subsequent_indent=" " * indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        outcome = suggestion.plan
+        line = f"  {' '.join(suggestion.overrides)}  margin {outcome.margin_gib:.1f} GiB"
+        if outcome.kv_cache.full_length:
+            line += f", step {outcome.step_s:.1f} s"
+        if suggestion.changes_training:
+            line += "; changes the training: adapters alone"
+        yield line
 
 
 def _as_json(
@@ -296,18 +276,16 @@ def _parser() -> OverridesParser:
         description="Predict a rank's memory by phase, whether a config fits a GPU, and the time "
         "of a step. Needs no GPU, and of the model only config.json. Exit code 1: it does not fit.",
     )
-    add: Any = parser.add_argument
+    add = parser.add_argument
     gpu_help = "by name (H100-80GB), or by figures: 80GiB,989TFLOPS,3350GB/s"
     node_help = "ranks of a node, on which an engine stays; default: 8"
     suggest_help = "print only overrides that make it fit, one a line; none if it does"
-    overrides_help = "values that replace the file's"
     add("--config", required=True, help="a YAML file; configs/ has examples")
     add("--gpu", required=True, metavar="CARD", help=gpu_help)
     add("--ranks", type=int, required=True, metavar="N", help="of the whole run")
     add("--ranks-per-node", type=int, metavar="N", help=node_help)
     add("--json", type=Path, metavar="FILE", help="write the plan there as JSON")
     add("--suggest", action="store_true", help=suggest_help)
-    add("overrides", nargs="*", metavar="section.key=value", help=overrides_help)
     return parser
 
 

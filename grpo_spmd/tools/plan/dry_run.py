@@ -46,7 +46,6 @@ from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout
 
 Usage = Counter[str]  # bytes by purpose
-_NUM_LAYERS = (3, 4)  # the numbers of layers in the two runs
 _GATHERED = "gathered parameters"
 
 
@@ -171,7 +170,8 @@ def peaks_of(work: Pass) -> Peaks:
 def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[str, Usage]:
     """Returns the peaks by moment with the model's full depth, extrapolated from runs with fewer
     layers. `run` is Pass.run."""
-    few, more = _NUM_LAYERS
+    # The numbers of layers in the two runs.
+    few, more = 3, 4
     peaks, depth = run(few)
     if depth > few:
         larger_peaks, _ = run(more)

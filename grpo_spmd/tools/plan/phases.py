@@ -81,14 +81,8 @@ Lengths = Sequence[tuple[int, int]]
 _BLOCK = 16
 # The smallest chunk of logits that is suggested.
 _MIN_CHUNK = 256
-# Fraction of the card that stays free if more memory is suggested for the KV cache.
-_SPARE = 0.05
 # This is suggested if nothing else fits.
 _LORA = "model.lora.rank=16"
-# The phases in which the engine sleeps.
-_TRAINER_PHASES = ("logprobs", "update", "checkpoint")
-# auto never chooses fewer tokens for a micro-batch (or more, if a rollout needs more).
-_MIN_MICRO_BATCH = 1024
 # Purposes whose bytes are estimated (step_time.py). The bytes of all others are counted.
 _ESTIMATED = frozenset(
     {
@@ -300,6 +294,11 @@ class KvCache:
     # Number of the engine's sequences of one step.
     sequences: int
 
+    @property
+    def num_running(self) -> int:
+        """The number of the step's sequences that run at the same time, at full length."""
+        return min(self.full_length, self.sequences)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -335,15 +334,25 @@ class Plan:
     def margin_gib(self) -> float:
         """The free GiB in the tightest phase; if the KV cache is too small for one sequence, the
         (negative) missing GiB where that is less."""
-        spare = (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
+        spare = self.kv_spare_gib
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
+
+    @property
+    def kv_spare_gib(self) -> float:
+        """The GiB that the KV cache has beyond its longest sequence."""
+        return (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
 
     @property
     def engine_margin_gib(self) -> float:
         """The free GiB for the engine: the lesser of what is free in the tightest phase in which it
         is awake, and what its KV cache has beyond its longest sequence."""
-        awake = [self.margin_of(name) for name in self.phases if name not in _TRAINER_PHASES]
-        return min(*awake, (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB)
+        # In these phases the engine sleeps.
+        awake = [
+            self.margin_of(name)
+            for name in self.phases
+            if name not in ("logprobs", "update", "checkpoint")
+        ]
+        return min(*awake, self.kv_spare_gib)
 
     @property
     def fits(self) -> bool:
@@ -538,13 +547,10 @@ def decide(
 
     sized = [decided(config, {ENGINE_RANKS_KEY: size}) for size in engine_sizes]
     config = min(sized, key=lack) if len(sized) > 1 else sized[0]
-    plans = (plan_of(candidate) for candidate in _decisions(config))
-    plan = next(plans)
-    while not plan.trainer_fits:
-        sparing = next(plans, None)
-        if sparing is None:
+    for candidate in _decisions(config):
+        plan = plan_of(candidate)
+        if plan.trainer_fits:
             break
-        plan = sparing
     return plan
 
 
@@ -556,7 +562,8 @@ def _decisions(config: Config) -> Iterator[Config]:
     micro-batch is halved again and again, down to the longest rollout."""
     recompute, tokens = RECOMPUTE_KEY, MICRO_BATCH_KEY
     num_tokens = config.micro_batch_tokens
-    smallest = max(_MIN_MICRO_BATCH, config.max_rollout_tokens)
+    # auto never chooses fewer tokens for a micro-batch (or more, if a rollout needs more).
+    smallest = max(1024, config.max_rollout_tokens)
     yield decided(config, {recompute: False, tokens: num_tokens})
     if config.model.activation_checkpointing == "auto":
         # A compiled layer already keeps about as little as selective checkpointing.
@@ -601,7 +608,8 @@ def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
         return None
     with_cache = plan.phases.keys() & {"rollout", "reward", "eval"}
     free = min(plan.margin_of(phase) for phase in with_cache)
-    share = rollout.gpu_memory_utilization + free / plan.case.card.gib - _SPARE
+    # A twentieth of the card stays free.
+    share = rollout.gpu_memory_utilization + free / plan.case.card.gib - 0.05
     override = f"rollout.gpu_memory_utilization={int(share * 100) / 100:g}"
     with suppress(ConfigError):
         advised = Suggestion((override,), replan((override,)))

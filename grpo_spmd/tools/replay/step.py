@@ -1,6 +1,6 @@
 """Repeats a recorded step with the trainer's code: rewards, advantages, logprobs, loss, gradient.
 
-This module imports torch; redo.py therefore hides the GPUs before it imports this module.
+This module imports torch; __main__.py therefore hides the GPUs before it imports this module.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -103,14 +104,14 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     for reason, names in unasked.items():
         notes.append(f"rewards are those that the run recorded: {reason} {', '.join(names)}")
     is_scored_again = recorded.columns is not None and not unasked
-    texts = _RecordedTexts(recorded.rollouts)
+    tokenizer = _recorded_tokenizer(recorded.rollouts)
     waiting = _make_groups(recorded)
     # More than one round only if dynamic sampling drops groups, and the run had sampled more.
     while sampled.num_missing and waiting:
         groups = waiting[: sampled.num_missing]
         del waiting[: sampled.num_missing]
         scored = (
-            pool.score(groups, texts) if is_scored_again else _recorded_scores(groups, recorded)
+            pool.score(groups, tokenizer) if is_scored_again else _recorded_scores(groups, recorded)
         )
         sampled.add(groups, scored, num_groups=len(groups))
     if sampled.num_missing:
@@ -122,21 +123,17 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
         notes.append(f"{len(waiting)} groups of the dump are not needed now")
 
 
-class _RecordedTexts:
-    """Stands in for the tokenizer: decodes completions to the texts that the run scored."""
+def _recorded_tokenizer(rollouts: Sequence[Sequence[RolloutRecord]]) -> Any:
+    """Returns what stands in for the tokenizer: it decodes completions to the texts that the run
+    scored."""
+    texts = {
+        tuple(record.completion_ids): record.completion for group in rollouts for record in group
+    }
 
-    def __init__(self, rollouts: Sequence[Sequence[RolloutRecord]]) -> None:
-        self._texts = {
-            tuple(record.completion_ids): record.completion
-            for group in rollouts
-            for record in group
-        }
+    def batch_decode(token_ids: Sequence[Sequence[int]], **_: Any) -> list[str]:
+        return [texts[tuple(ids)] for ids in token_ids]
 
-    def batch_decode(
-        self, token_ids: Sequence[Sequence[int]], skip_special_tokens: bool
-    ) -> list[str]:
-        assert skip_special_tokens
-        return [self._texts[tuple(ids)] for ids in token_ids]
+    return SimpleNamespace(batch_decode=batch_decode)
 
 
 def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
