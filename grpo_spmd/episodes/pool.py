@@ -7,8 +7,8 @@ with all processes that it started.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import time
 from collections import deque
@@ -24,7 +24,6 @@ from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.endpoint import Endpoint
 from grpo_spmd.records import Fields, Message
-from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
 
@@ -74,8 +73,6 @@ class _LiveEpisode:
     worker: WorkerProcess
     used_s: float = 0.0
     """The seconds of its finished calls."""
-    worker_error: str = ""
-    """The reason why its worker ended between two calls; "" if it did not."""
 
 
 @dataclass
@@ -88,8 +85,6 @@ class _Call:
     location: str
     """What of the user's code is running, such as "reset()" or "tool 'add'", for reports."""
     start: float = field(default_factory=time.monotonic)
-    is_debugged: bool = False
-    """True after the call has reached a breakpoint: from then on it has no deadline."""
 
 
 class EnvironmentPool(ProcessPool):
@@ -178,7 +173,7 @@ class EnvironmentPool(ProcessPool):
         Reply or a Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
-        self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
+        self._send_call(conversation, "act", {"message": message}, location)
 
     def end(self, conversation: ConversationId, arguments: Fields) -> None:
         """Asks the worker for the episode's rewards.
@@ -186,18 +181,14 @@ class EnvironmentPool(ProcessPool):
         `arguments` are the arguments of a reward function, for this one completion.
         """
         columns = {name: [value] for name, value in arguments.items()}
-        # What the policy wrote is sent as a JSON string, in which nothing can be taken for a tagged
-        # value of the frame (nursery.encode_frame).
-        completion = {name: columns.pop(name, []) for name in ("completions", "completion_ids")}
-        message = {"columns": columns, "completion": json.dumps(completion)}
-        self._send_call(conversation, "end", message, "its rewards")
+        self._send_call(conversation, "end", {"columns": columns}, "its rewards")
 
     def release(self, conversation: ConversationId) -> None:
         """Ends an episode after its last call; its worker is free for the next one."""
-        episode = self._live.pop(conversation)
+        worker = self._live.pop(conversation).worker
         # A worker that has ended was removed from the pool already.
-        if not episode.worker_error:
-            self._idle.append(episode.worker)
+        if worker.number in self._workers:
+            self._idle.append(worker)
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
@@ -206,7 +197,7 @@ class EnvironmentPool(ProcessPool):
         # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
         episode = self._live.pop(conversation, None)
-        if episode is not None and not episode.worker_error:
+        if episode is not None and episode.worker.number in self._workers:
             self._discard(episode.worker)
 
     def poll(self, timeout_s: float) -> list[tuple[ConversationId, Reply | Failure]]:
@@ -242,12 +233,13 @@ class EnvironmentPool(ProcessPool):
     def _extend_deadlines(self) -> None:
         """Extends the deadlines of agents by the time that they have waited for the engine."""
         for conversation, episode in self._live.items():
-            call: _Call | None = episode.worker.call
-            if call and not call.is_debugged and not episode.worker.has_hung_up:
+            worker = episode.worker
+            # A call that has reached a breakpoint has no deadline any more.
+            if worker.call and worker.deadline < math.inf and not worker.has_hung_up:
                 # An agent's call includes its waits for the engine, which must not count.
-                elapsed_s = time.monotonic() - call.start
+                elapsed_s = time.monotonic() - worker.call.start
                 remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
-                self._take_on(episode.worker, call, remaining_s)
+                self._take_on(worker, worker.call, remaining_s)
 
     def _dispatch(self) -> None:
         """Begins waiting episodes in idle workers, and in new ones up to `num_workers`."""
@@ -277,38 +269,25 @@ class EnvironmentPool(ProcessPool):
         caller may use another worker. Other failures become a Failure, and the result is True.
         """
         episode = self._live[conversation]
-        # The worker died between two calls, so the answer to this call is a failure.
-        if episode.worker_error:
-            del self._live[conversation]
-            self._replies.append((conversation, Failure("env_error", episode.worker_error, 0.0)))
-            return True
         # The serial number distinguishes the answer to this call from late or forged answers.
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
         fields = {"method": method, "serial": call.serial, **message}
-        frame = encode_frame(fields)
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
         # An agent's only call is its whole episode, so it has no deadline for a single call.
         if not message.get("access"):
             seconds = min(self._config.call_timeout_s, seconds)
         try:
-            self._give(episode.worker, call, frame, seconds)
+            self._give(episode.worker, call, fields, seconds)
         except OSError:
             # The worker has died, or did not read its socket in time.
             if method == "begin" and not is_new_worker:
                 return False
-            self._fail(
-                episode.worker,
-                "error",
-                "does not take a call: its process has ended, or is stopped",
-            )
+            if episode.worker.number in self._workers:
+                self._discard(episode.worker)
+            reason = "does not take a call: its process has ended, or is stopped"
+            self._failed(episode.worker, call, "error", reason)
         return True
-
-    def _take(self, worker: WorkerProcess, reply: Fields) -> None:
-        """Handles one message of a worker, and notes if its call has reached a breakpoint."""
-        if "breakpoint" in reply and worker.call:
-            worker.call.is_debugged = True
-        super()._take(worker, reply)
 
     def _seconds(self, call: _Call) -> float:
         """Returns the seconds since the call began, without an agent's waits for the engine."""
@@ -364,10 +343,10 @@ class EnvironmentPool(ProcessPool):
         except ValueError as error:
             self._fail(worker, "error", f"sent a malformed reply: {error!s:.300}")
             return
-        self._release(worker)
         # Time at a breakpoint does not count against the episode's deadline.
-        if not call.is_debugged:
+        if worker.deadline < math.inf:
             self._live[call.conversation].used_s += seconds
+        self._release(worker)
         self._replies.append((call.conversation, Reply(call.method, fields, seconds)))
 
     def _failed(
@@ -376,15 +355,11 @@ class EnvironmentPool(ProcessPool):
         """Adds a Failure for `poll` to return, now or at the next call of the worker's episode."""
         if worker in self._idle:
             self._idle.remove(worker)
+        # If the worker ended between two calls, the next call of its episode reports the failure.
         if call:
             self._live.pop(call.conversation, None)
             failure = Failure(_STATUSES[kind], f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
-            return
-        # The worker ended between two calls: the next call of its episode reports the failure.
-        for episode in self._live.values():
-            if episode.worker is worker:
-                episode.worker_error = f"its process ended between two calls: {reason}"
 
     def _too_long(self, worker: WorkerProcess) -> str:
         return (

@@ -180,7 +180,7 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
 
     Raises ConfigError for a function that cannot be pickled.
     """
-    content: dict[str, bytes] = {}
+    content = {}
     for index, reward in enumerate(rewards):
         spec = reward.function or ""
         if not spec.startswith(PYTHON_MARK):
@@ -200,6 +200,16 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
                     "the function"
                 ) from None
     return content
+
+
+def pack(message: Any) -> bytes:
+    """Returns a message to a process that this one has started, pickled."""
+    return bytes(cloudpickle.dumps(message))
+
+
+def unpack(packed: bytes) -> Any:
+    """Returns the message that the parent of this process has packed."""
+    return cloudpickle.loads(packed)
 
 
 def unpack_functions(content: Mapping[str, bytes]) -> None:
@@ -258,7 +268,7 @@ def check_gold(
         find_gold, kind, column = _GOLD[config.name]
         for option in ("column", "tests_column"):
             column = config.args.get(option, column)
-        unusable: list[tuple[PromptRow, Any]] = []
+        unusable = []
         for row in rows:
             # Looked up as a value inside a column "", so that `column` may have dots and gives None
             # if the row lacks it.

@@ -103,7 +103,7 @@ def load_rewards(
     `variables` are the environment variables from which `headers_env` takes values.
     Raises ConfigError for a function that does not exist, wrong arguments, or a repeated name.
     """
-    rewards: list[Reward] = []
+    rewards = []
     names: set[str] = set()
     for index, config in enumerate(configs):
         entry = f"rewards.{index}"
@@ -125,7 +125,7 @@ def load_rewards(
 def _load_server(config: RewardConfig, entry: str, variables: Mapping[str, str]) -> Reward:
     """Returns a reward whose function sends requests to the server of `config.url`."""
     # Imported here, so that a run without reward servers loads neither ssl nor an HTTP client.
-    from grpo_spmd.rewards.remote.servers import ServerFunction
+    from grpo_spmd.rewards.servers import ServerFunction
 
     function = ServerFunction(config, entry, variables)
     return Reward(
@@ -185,7 +185,7 @@ def check_error_rate(
     nothing has no statuses. Raises RewardError if the fraction of "error" and "timeout" together is
     at least `max_error_frac` for a function that is not in `watched`.
     """
-    metrics: dict[str, float] = {}
+    metrics = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
         counts = Counter[str]()
         for by_name in statuses:
@@ -229,7 +229,7 @@ def _with_args(
     }
     required = [n for n, p in named.items() if p.default is p.empty]
     options = list(named)
-    takes: list[str] = []
+    takes = []
     if is_shipped:
         # The keyword-only parameters of a shipped reward are its options, all others are columns.
         options = [n for n, p in named.items() if p.kind is p.KEYWORD_ONLY]

@@ -25,6 +25,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_spmd.records import Fields
+
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
 # Counts by reward, then by status or kind of failure.
@@ -134,7 +136,7 @@ class CallLog:
         else:
             self.left_out[f"the column name {column!r:.100}"] = None
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self) -> Fields:
         """Returns the log as fields of the worker's reply to the pool, leaving out empty ones.
 
         Raises BrokenContractError if a column does not have one value for each completion.
@@ -187,7 +189,7 @@ def as_reward(value: Any) -> float | str | None:
     return number if abs(number) <= MAX_REWARD else f"returned {number}, beyond {MAX_REWARD:g}"
 
 
-def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:
+def limit_names(by_name: Mapping[str, Any]) -> Fields:
     """Returns at most _MAX_NAMES entries of `by_name`, those whose names come first in the
     alphabet.
 
@@ -239,7 +241,7 @@ def retried_fracs(
     completions of a group, the values that it returned for single ones are wrong. The failures of
     `watched` rewards do not stop the run.
     """
-    metrics: dict[str, float] = {}
+    metrics = {}
     for name, counts in statuses.items():
         failures = retried.get(name, {})
         num_retried = sum(failures.values())

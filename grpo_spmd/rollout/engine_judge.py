@@ -1,6 +1,6 @@
 """This module gives rewards by judges that the run's own vLLM engine serves: the policy judges.
 
-A judge reads a rubric with a completion in it, as rewards/remote/servers.py writes it. Its reply is
+A judge reads a rubric with a completion in it, as rewards/servers.py writes it. Its reply is
 decoded greedily, with the same weights that have sampled the completion. The score is on the last
 line of the reply.
 """
@@ -19,9 +19,9 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.episodes.chat_format import PlainText, TemplateError, render, without_surrogates
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.remote.client import UnexpectedError
-from grpo_spmd.rewards.remote.servers import Judge, assistant_text
+from grpo_spmd.rewards.client import UnexpectedError
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
+from grpo_spmd.rewards.servers import Judge, assistant_text
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
 # A word that stands in the rubric's place in a trial prompt. No chat template contains it.

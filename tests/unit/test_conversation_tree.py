@@ -14,8 +14,7 @@ import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnAnswer
-from grpo_spmd.episodes.open_episode import EpisodeLimits
+from grpo_spmd.episodes.conversations import ConversationTree, EpisodeLimits, TurnAnswer
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode

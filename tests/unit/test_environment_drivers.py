@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.gym import GymDriver, read_step
-from grpo_spmd.episodes.trl import TrlDriver
+from grpo_spmd.episodes.drivers import GymDriver, TrlDriver, read_step
 from grpo_spmd.episodes.worker import load
 from grpo_spmd.rewards.named import Modules, load_named
 

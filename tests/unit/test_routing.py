@@ -26,8 +26,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.routes import with_routes_if_possible
-from grpo_spmd.episodes.conversation_tree import ConversationTree
-from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode
+from grpo_spmd.episodes.conversations import ConversationTree, EpisodeLimits, OpenEpisode
 from grpo_spmd.learn.assemble import (
     decode_rollouts,
     encode_rollouts,

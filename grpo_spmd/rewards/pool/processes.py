@@ -26,17 +26,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
+import msgspec
+
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.rewards.named import pack_functions
-from grpo_spmd.rewards.pool.nursery import (
-    MAX_ERROR_CHARS,
-    MAX_FRAME_BYTES,
-    decode_frame,
-    encode_frame,
-)
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.named import pack, pack_functions
+from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, MAX_FRAME_BYTES, take_frame, to_frame
 
 # Seconds for the nursery to start. This is long, since a user's file may load a model on import.
 _START_S = 600.0
@@ -146,7 +144,7 @@ class ProcessPool:
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end, tempfile.TemporaryFile() as setup_file:
-            setup_file.write(encode_frame(setup))
+            setup_file.write(pack(setup))
             setup_file.seek(0)
             fds = [child_end.fileno(), setup_file.fileno()]
             command = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
@@ -193,7 +191,7 @@ class ProcessPool:
 
     # A subclass defines the next four methods.
 
-    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
         """Called with a worker's message about its running call.
 
         If it is the last message of the call, the method must call `_release`.
@@ -255,32 +253,39 @@ class ProcessPool:
         """Reads and handles a worker's messages; waits briefly for the rest of a partial one."""
         end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
-            chunk = b""
             try:
-                # Replies are plain JSON: what looks like a tagged value is the text of some tool.
-                reply = decode_frame(worker.buffer, self._max_frame_bytes, has_types=False)
-                if reply is None:
-                    remaining_s = end - time.monotonic()
-                    if remaining_s <= 0:
-                        return
-                    worker.sock.settimeout(remaining_s if worker.buffer else 0.0)
-                    chunk = worker.sock.recv(1 << 20)
-                    worker.buffer += chunk
-            except (BlockingIOError, TimeoutError):
-                return
-            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
-                reply = None
-            if reply is not None:
-                self._take(worker, reply)
-            # The stream has ended, the socket failed, or the bytes are not a message. Most likely
-            # the worker is dead, and the nursery will soon report how it died.
-            elif not chunk:
+                reply = self._receive(worker, end)
+            except (OSError, EOFError, ValueError, RecursionError):
+                # The stream has ended, the socket failed, or the bytes are not a message. Most
+                # likely the worker is dead, and the nursery will soon report how it died.
                 self._selector.unregister(worker.sock)
                 worker.has_hung_up = True
                 worker.deadline = min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
                 return
+            if reply is None:
+                return
+            self._take(worker, reply)
 
-    def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _receive(self, worker: WorkerProcess, end: float) -> Fields | None:
+        """Returns a worker's next message, or None if no message has arrived.
+
+        Waits for the rest of a message until `end`. Raises an exception if nothing more can come.
+        """
+        while (frame := take_frame(worker.buffer, self._max_frame_bytes)) is None:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            worker.sock.settimeout(remaining_s if worker.buffer else 0.0)
+            try:
+                chunk = worker.sock.recv(1 << 20)
+            except (BlockingIOError, TimeoutError):
+                return None
+            if not chunk:
+                raise EOFError
+            worker.buffer += chunk
+        return msgspec.convert(json.loads(frame), Fields)
+
+    def _take(self, worker: WorkerProcess, reply: Fields) -> None:
         """Handles one message: a request for the terminal, or an answer to the running call."""
         pid = reply.get("breakpoint")
         if isinstance(pid, int):
@@ -299,14 +304,14 @@ class ProcessPool:
         self._discard(worker)
         self._failed(worker, call, kind, reason)
 
-    def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Sends a call to a worker, which may take `seconds` for it.
+    def _give(self, worker: WorkerProcess, call: Any, message: Any, seconds: float) -> None:
+        """Sends the message of a call to a worker, which may take `seconds` for it.
 
         Raises OSError if the worker has died, or was stopped, since its last call.
         """
         self._take_on(worker, call, seconds)
         worker.sock.settimeout(seconds)
-        worker.sock.sendall(frame)
+        worker.sock.sendall(to_frame(pack(message)))
 
     def _open_log(self) -> None:
         """Opens the file for the workers' output, if it is not open yet."""
@@ -373,7 +378,7 @@ class ProcessPool:
             waiting[0].waiting_pid = 0
             # An OSError means that the worker is dead, which the nursery reports.
             with suppress(OSError):
-                socket.send_fds(waiting[0].sock, [encode_frame({"go": True})], [0, 1])
+                socket.send_fds(waiting[0].sock, [to_frame(pack("go"))], [0, 1])
 
     def _wait_until_ready(self) -> Any:
         """Waits until the nursery has loaded the user's code, and returns the facts that it
@@ -395,7 +400,7 @@ class ProcessPool:
             if time.monotonic() > deadline:
                 raise self._ended(f"importing the {self._what}s took longer than {_START_S:.0f} s")
 
-    def _hear_nursery(self) -> dict[str, Any]:
+    def _hear_nursery(self) -> Fields:
         """Returns the nursery's next message. Raises the exception of `_ended` if it has ended."""
         try:
             payload = self._nursery.recv(1 << 16)
