@@ -13,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -313,7 +312,7 @@ def trial_of_environment(
 ) -> Trial:
     """Returns a process that can begin an episode. `rewards` are those that look at
     environments."""
-    setup = {"environment": asdict(environment), "max_chars": 10_000_000}
+    setup = {"environment": environment, "max_chars": 10_000_000}
     return Trial("grpo_spmd.episodes.worker", setup, rewards)
 
 

@@ -478,21 +478,17 @@ class ConversationTree:
             raise ApiError(400, "invalid_messages", str(error)) from None
         # A conversation that was encoded anew may still begin with the tokens of an earlier turn.
         prefix = parent if continues else self._longest_prefix(ids)
-        if prefix is not None:
-            ids = ids[len(prefix.token_ids()) :]
-            num_first = min(prefix.num_first_messages, len(messages))
-            num_prompt = prefix.num_prompt_tokens
-        elif parent is not None:
-            # The template has rewritten a conversation that goes on. Its tokens so far still count
-            # against `max_tokens`.
-            num_first = parent.num_first_messages
-            num_prompt = min(parent.num_prompt_tokens, len(ids))
-        else:
-            num_first = len(messages)
-            num_prompt = len(ids)
+        # If the template has rewritten a conversation that goes on, its tokens so far still count
+        # against `max_tokens`.
+        earlier = prefix or parent
+        num_first = len(messages)
+        num_prompt = len(ids)
+        if earlier is not None:
+            num_first = min(num_first, earlier.num_first_messages)
+            num_prompt = min(num_prompt, earlier.num_prompt_tokens)
         return TreeTurn(
             parent=prefix,
-            new_ids=ids,
+            new_ids=ids[len(prefix.token_ids()) :] if prefix else ids,
             messages=messages,
             policy_messages=policy_messages,
             tools=tools,
@@ -505,16 +501,16 @@ class ConversationTree:
     ) -> tuple[list[int], bool]:
         """Returns (tokens, continues): the tokens of a conversation's messages, and True if they
         are known to begin with all tokens of `parent`."""
-        if parent is None or parent.completion is None:
-            return self._chat.whole_ids(messages, tools), False
-        new_messages = messages[len(parent.messages) :]
-        roles = {message["role"] for message in new_messages}
-        # New messages cannot be appended to a turn that was cut off, nor if they have other roles:
-        # the whole conversation is rendered and encoded.
-        if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
-            return self._chat.whole_ids(messages, tools), False
-        # The sampled ids of the parent are kept; only the new messages are encoded.
-        return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
+        if parent is not None and parent.completion is not None:
+            new_messages = messages[len(parent.messages) :]
+            roles = {message["role"] for message in new_messages}
+            # New messages cannot be appended to a turn that was cut off, nor if they have other
+            # roles.
+            if parent.completion.finish_reason == "stop" and roles <= {"tool", "user"}:
+                # The sampled ids of the parent are kept; only the new messages are encoded.
+                ids = parent.token_ids()
+                return self._chat.next_ids(ids, parent.messages, new_messages, tools)
+        return self._chat.whole_ids(messages, tools), False
 
     def _room(self, turn: TreeTurn, length: int) -> int:
         """Returns the most tokens that a turn may sample after a context of `length` tokens.

@@ -13,7 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -94,8 +94,6 @@ class EnvironmentPool(ProcessPool):
     """
 
     _what = "environment"
-    # A worker's reply with messages of at most `max_chars` characters always fits into this.
-    _max_frame_bytes = 256 << 20
 
     def __init__(
         self,
@@ -115,7 +113,7 @@ class EnvironmentPool(ProcessPool):
         allow_workers(environment.num_workers, "environment.num_workers")
         super().__init__(
             "grpo_spmd.episodes.worker",
-            {"environment": asdict(environment), "max_chars": max_chars},
+            {"environment": environment, "max_chars": max_chars},
             rewards,
             log_file,
             check=check,

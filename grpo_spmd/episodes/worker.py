@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
+from grpo_spmd.config.schema import EnvironmentConfig
 from grpo_spmd.episodes.drivers import (
     AgentDriver,
     GymDriver,
@@ -42,11 +42,11 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
 
     Raises ConfigError.
     """
-    config = EnvironmentConfig(**setup["environment"])
+    config = setup["environment"]
     # Shared, so that each file is imported once. Otherwise an environment would not be an instance
     # of the class that a reward function from the same file knows.
     modules: Modules = {}
-    rewards = load_rewards([RewardConfig(**reward) for reward in setup["rewards"]], modules=modules)
+    rewards = load_rewards(setup["rewards"], modules=modules)
     # For each name in `takes`, `call_reward` passes an argument of its own: None for
     # `environments`. Here the environment is passed as a column, so the name is removed.
     rewards = [

@@ -218,6 +218,7 @@ def _with_args(
     `entry` names the reward in messages ("rewards.0"). Raises ConfigError if the function does not
     take the arguments that a reward is called with, or not these `args`.
     """
+    args = config.args
     is_shipped = config.function is None
     label = name if is_shipped else callable_name(function)
     parameters = _callable_parameters(function, f"{entry}.function: {label}")
@@ -228,26 +229,25 @@ def _with_args(
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n[0] != "_"
     }
     required = [n for n, p in named.items() if p.default is p.empty]
-    options = list(named)
     takes = []
+    columns = []
     if is_shipped:
         # The keyword-only parameters of a shipped reward are its options, all others are columns.
         options = [n for n, p in named.items() if p.kind is p.KEYWORD_ONLY]
-        missing = [n for n in required if n in options and n not in config.args]
+        _check_args(f"{entry}.args", label, args, options)
+        missing = [n for n in required if n in options and n not in args]
         if missing:
             raise ConfigError(f"{entry}.args: {name} needs {missing[0]!r}")
-    else:
-        takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
-        # `environments` is passed only if it is required: in the reward pool it is always None.
-        takes += [n for n in required if n == "environments"]
-    _check_args(f"{entry}.args", label, config.args, options)
-    args = config.args
-    needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *takes))
-    if is_shipped:
         _check_values(f"{entry}.args", args, function)
         # An option such as `column` names a column, or "column.key" for a value inside it.
         columns = [n for n in options if n.endswith("column")]
-        needs += tuple(args.get(n, named[n].default).partition(".")[0] for n in columns)
+    else:
+        _check_args(f"{entry}.args", label, args, named)
+        takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
+        # `environments` is passed only if it is required: in the reward pool it is always None.
+        takes += [n for n in required if n == "environments"]
+    needs = [n for n in required if n not in (*args, *CALL_COLUMNS, *takes)]
+    needs += [args.get(n, named[n].default).partition(".")[0] for n in columns]
     if function is run_tests:
         try:
             if args.get("isolation") != "none":
@@ -269,15 +269,14 @@ def _with_args(
             f"{entry}: {label} takes environments, so it is called in their processes, "
             "where no limits of calls apply; take timeout_s and max_* out"
         )
-    # Each run of model-written code may use up its time limit; one call for a whole group would
-    # need the sum of these limits. And call limits count each completion as a call.
-    has_limits = config.max_concurrent is not None or config.max_per_minute is not None
     return Reward(
         name=name,
         weight=config.weight,
-        needs=needs,
-        takes=tuple(takes),
-        one_at_a_time=function is run_tests or has_limits,
+        needs=tuple(needs),
+        takes=takes,
+        # Each run of model-written code may use up its time limit; one call for a whole group would
+        # need the sum of these limits. And call limits count each completion as a call.
+        one_at_a_time=function is run_tests or bool(config.max_concurrent or config.max_per_minute),
         function=call,
         looks_at_environments=looks_at_environments,
     )

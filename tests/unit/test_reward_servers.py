@@ -785,7 +785,7 @@ def test_what_is_off_is_not_imported() -> None:
 import json, sys
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.rewards.pool import pool, worker
-worker.load({"rewards": [{"name": "exact"}], "timeout_s": 1.0, "secrets": {}})
+worker.load({"rewards": [RewardConfig(name="exact")], "timeout_s": 1.0, "secrets": {}})
 pool.RewardPool([RewardConfig(name="exact")], RewardPoolConfig(), None).close()
 print(json.dumps([name for name in sys.modules if name.startswith("grpo_spmd.rewards")]))
 """

@@ -22,7 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -34,7 +34,7 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import pack, pack_functions
-from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, MAX_FRAME_BYTES, take_frame, to_frame
+from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, take_frame, to_frame
 
 # Seconds for the nursery to start. This is long, since a user's file may load a model on import.
 _START_S = 600.0
@@ -106,7 +106,6 @@ class ProcessPool:
 
     # What the workers run ("reward", "environment"), for messages.
     _what: str
-    _max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(
         self,
@@ -121,7 +120,7 @@ class ProcessPool:
     ) -> None:
         """Starts the nursery, `python -m module`, and returns while it loads `rewards`.
 
-        `setup` is further JSON for the nursery. The workers' output goes to `log_file`, which is
+        `setup` is further data for the nursery. The workers' output goes to `log_file`, which is
         created, with its folder, before the first worker. `check` is called twice a second while
         the pool waits, and ends the wait if it raises. The nursery's environment is that of this
         process plus `variables`, without the secrets that only the trainer needs
@@ -131,7 +130,7 @@ class ProcessPool:
         setup = {
             **setup,
             "sys_path": sys.path,
-            "rewards": [asdict(reward) for reward in rewards],
+            "rewards": rewards,
             "functions": pack_functions(rewards),
         }
         self._log_file = log_file
@@ -271,7 +270,7 @@ class ProcessPool:
 
         Waits for the rest of a message until `end`. Raises an exception if nothing more can come.
         """
-        while (frame := take_frame(worker.buffer, self._max_frame_bytes)) is None:
+        while (frame := take_frame(worker.buffer)) is None:
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
                 return None

@@ -12,14 +12,13 @@ import inspect
 import sysconfig
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from grpo_spmd.config.errors import cut_middle
-from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import unpack
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
@@ -48,7 +47,7 @@ def load(setup: Fields) -> tuple[list[Fields], Callable[[Worker], Answer]]:
 
     Returns the fields of RewardFacts for the pool, and a function that returns a worker's Answer.
     """
-    configs = [RewardConfig(**reward) for reward in setup["rewards"]]
+    configs = setup["rewards"]
     rewards = load_rewards(configs, setup["timeout_s"], variables=setup["secrets"])
     # Import math-verify now: that takes 2 s, which would otherwise count as time of the first call.
     if any(config.is_shipped and config.name == "math" for config in configs):
@@ -124,7 +123,12 @@ def describe_error(error: BaseException) -> str:
     """
     place = ""
     # Leave out the outer frames, of this package and asyncio, which called the user's code.
-    frames = [frame for frame in _frames(error.__traceback__) if _is_users(frame)]
+    frames = []
+    entry = error.__traceback__
+    while entry is not None:
+        if _is_users(entry):
+            frames.append(entry)
+        entry = entry.tb_next
     if frames:
         error = error.with_traceback(frames[0])
         file = Path(frames[-1].tb_frame.f_code.co_filename).name
@@ -135,13 +139,6 @@ def describe_error(error: BaseException) -> str:
     report = "".join(traceback.format_exception(error))
     reason = cut_middle(reason, _MAX_REASON_CHARS)
     return f"{reason}{place}\n{cut_middle(report, MAX_ERROR_CHARS)}"
-
-
-def _frames(traceback_: TracebackType | None) -> Iterator[TracebackType]:
-    """Yields the entries of a traceback, the outermost first."""
-    while traceback_ is not None:
-        yield traceback_
-        traceback_ = traceback_.tb_next
 
 
 def _is_users(entry: TracebackType) -> bool:

@@ -96,23 +96,22 @@ class Refused(Exception):
     """Raised if this machine cannot isolate code."""
 
 
-def put_up_walls(
-    readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int
-) -> list[str]:
+def put_up_walls(job: dict[str, Any]) -> list[str]:
     """Isolates this process for good and returns the names of the walls.
 
-    `readable` are the absolute paths that the code may read, with everything below them. `scratch`
-    is an empty folder, on which the new root file system is mounted where namespaces are allowed.
-    Raises Refused if files or the network cannot be closed off.
+    The job's `readable` are the absolute paths that the code may read, with everything below them.
+    Its `scratch` is an empty folder, on which the new root file system is mounted where namespaces
+    are allowed. Raises Refused if files or the network cannot be closed off.
     """
+    readable = job["readable"]
     # PR_SET_PDEATHSIG: the process dies with its parent.
     _prctl(1, signal.SIGKILL)
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
-    has_own_root = _enter_namespaces(readable, scratch)
+    has_own_root = _enter_namespaces(readable, job["scratch"])
     if not has_own_root and abi < 3:
         gives = f"gives neither Landlock (ABI 3, Linux 6.2; here {abi}) nor a mount namespace"
         raise Refused(f"Linux {platform.release()} {gives}, so that files cannot be closed off")
-    set_limits(memory_bytes, cpu_s)
+    set_limits(job)
     is_other_user = os.getuid() != 0
     if has_own_root and not is_other_user:
         # RLIMIT_NPROC does not bind root, so become a user id that nobody else has and that owns
@@ -134,15 +133,15 @@ def put_up_walls(
     return ["seccomp", *(["landlock"] if abi else []), *(["namespaces"] if has_own_root else [])]
 
 
-def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Sets the resource limits, which work on every kernel.
+def set_limits(job: dict[str, Any]) -> None:
+    """Sets the resource limits of a job, which work on every kernel.
 
     A write beyond the file size limit raises OSError in the code and does not kill the process,
     since Python ignores SIGXFSZ.
     """
     limits = {
-        "AS": memory_bytes,
-        "CPU": cpu_s,
+        "AS": job["memory_bytes"],
+        "CPU": job["cpu_s"],
         "FSIZE": _FILE_BYTES,
         "NOFILE": _OPEN_FILES,
         "CORE": 0,
@@ -502,16 +501,11 @@ def _main(fd: int) -> None:
 
     job = read()
     try:
+        walls = []
         if job["isolation"] == "none":
-            set_limits(job["memory_bytes"], job["cpu_s"])
-            walls = []
+            set_limits(job)
         else:
-            walls = put_up_walls(
-                job["readable"],
-                job["scratch"],
-                memory_bytes=job["memory_bytes"],
-                cpu_s=job["cpu_s"],
-            )
+            walls = put_up_walls(job)
     except (Refused, OSError, ValueError) as error:
         write({"refused": str(error)})
         os._exit(1)

@@ -42,7 +42,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,7 @@ class _Statement:
     # If True, `source` is an expression whose value is compared with `expected` in this process;
     # else `source` is a statement that is judged in the jail.
     is_compared_here: bool = False
+    secret: str = field(default_factory=secrets.token_hex)
 
 
 def check_isolation() -> list[str]:
@@ -93,7 +94,7 @@ def check_isolation() -> list[str]:
 
     Raises SandboxError with the reason if they cannot isolate code.
     """
-    with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
+    with Jail("print(1)", "program", Limits(10.0, 1024, "required")) as jail:
         if jail.output() != b"1\n":
             raise SandboxError("a program that prints 1 does not run in the sandbox")
         return jail.walls
@@ -122,14 +123,10 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     is not Python.
     """
     parsed = [_parse(test) for test in tests]
-    flat = [
-        (test, statement, secrets.token_hex(16))
-        for test, statements in enumerate(parsed)
-        for statement in statements
-    ]
+    flat = [(test, statement) for test, statements in enumerate(parsed) for statement in statements]
     # By index of a test: how many of its statements hold.
     num_held = Counter[int]()
-    with Jail(code, "statements", limits, stdin="") as jail:
+    with Jail(code, "statements", limits) as jail:
         # The secrets and expressions are sent only after the code has run, so that the code cannot
         # read them at import.
         if jail.read() == {"loaded": True}:
@@ -138,12 +135,12 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                     {
                         "source": statement.source,
                         "mode": "eval" if statement.is_compared_here else "exec",
-                        "secret": secret,
+                        "secret": statement.secret,
                     }
-                    for _, statement, secret in flat
+                    for _, statement in flat
                 ]
             )
-            for number, (test, statement, secret) in enumerate(flat):
+            for number, (test, statement) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     # The process ended, ran out of time, or sent a forged message.
@@ -151,7 +148,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                 if statement.is_compared_here:
                     holds = "value" in answer and _equals(answer["value"], statement.expected)
                 else:
-                    holds = answer.get("secret") == secret
+                    holds = answer.get("secret") == statement.secret
                 num_held[test] += holds
     return [num_held[test] == len(statements) for test, statements in enumerate(parsed)]
 
@@ -262,7 +259,7 @@ def _lines(text: str) -> list[str]:
 class Jail(AbstractContextManager["Jail"]):
     """A limited process that runs one piece of code. Leaving its `with` block kills the process."""
 
-    def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
+    def __init__(self, code: str, mode: str, limits: Limits, stdin: str = "") -> None:
         """Starts the process and waits until it has isolated itself.
 
         `mode` says what the process does with `code`: "program" runs it as a script, "statements"
@@ -417,7 +414,7 @@ class Session(Jail):
     """
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__("", "cells", limits, stdin="")
+        super().__init__("", "cells", limits)
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:
