@@ -28,6 +28,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.rows import PromptRow
+from grpo_spmd.files import UntrustedError, open_regular
 from grpo_spmd.rewards.client import (
     FirstAnswer,
     JsonClient,
@@ -45,6 +46,7 @@ _NUMBER = r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)"
 _SCORE = re.compile(
     rf"(?:.*\bscore\b[\s:=*_`\"']*)?({_NUMBER})(?:\s*/\s*({_NUMBER}))?", re.IGNORECASE
 )
+_MAX_RUBRIC_BYTES = 1 << 20
 # Encodes like JsonClient.ask.
 _ENCODER = json.JSONEncoder(allow_nan=False, default=str)
 
@@ -290,9 +292,13 @@ def read_rubric(file: str, entry: str) -> str:
     Raises ConfigError if the file is missing, is not a text, or does not contain {completion}.
     """
     try:
-        rubric = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{entry}: {file} must be a page of UTF-8 text") from None
+        # Only a regular file is read: a device may have no end, and a fifo may wait for ever.
+        with open_regular(Path(file), follow=True) as opened:
+            rubric = opened.read(_MAX_RUBRIC_BYTES).decode()
+            if opened.read(1):
+                raise UntrustedError(f"{file} is larger than {_MAX_RUBRIC_BYTES >> 20} MiB")
+    except (UntrustedError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{entry}: {error}; {file} must be a page of UTF-8 text") from None
     except OSError as error:
         raise ConfigError(
             f"{entry}: cannot read {file}: {error.strerror}{path_remark(Path(file))}"
