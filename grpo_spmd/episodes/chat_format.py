@@ -692,7 +692,7 @@ def complete(messages: Sequence[Message]) -> list[Message]:
     return completed
 
 
-def _tool_name(tool: Mapping[str, Any]) -> str:
+def _tool_name(tool: Fields) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 

@@ -42,9 +42,8 @@ from grpo_spmd.episodes.openai_api import LIMITS
 from grpo_spmd.episodes.shipped import Factory
 from grpo_spmd.records import Fields, Message
 from grpo_spmd.rewards.pool.worker import describe_error
-from grpo_spmd.rewards.trl import BrokenContractError, as_reward, callable_name
+from grpo_spmd.rewards.trl import BrokenContractError, Function, as_reward, callable_name
 
-Tool = Callable[..., Any]
 _NO_TOOLS = ("reset", "get_reward")
 # The column of a row that names one of several factories.
 COLUMN = "environment"
@@ -62,7 +61,7 @@ class TrlDriver:
     """
 
     kind = "tools"
-    tools: Mapping[str, Tool]
+    tools: Mapping[str, Function]
     """The functions in `environment.tools` by name."""
     helper_factories: Sequence[Factory]
     """They make the *helpers*: the shipped objects in `environment.tools`, which have tools and no
@@ -81,7 +80,7 @@ class TrlDriver:
     """The environments that were made so far, by the names of their factories."""
     has_printed: bool = False
     """True after one traceback of a tool was printed to the environments' log; no more are."""
-    episode_tools: dict[str, Tool] = field(default_factory=dict)
+    episode_tools: dict[str, Function] = field(default_factory=dict)
     """The tools of the running episode by name."""
 
     @functools.cached_property
@@ -123,7 +122,7 @@ class TrlDriver:
             self.environments[name] = self.factories[name]()
         return self.environments[name]
 
-    def act(self, message: Mapping[str, Any]) -> Fields:
+    def act(self, message: Message) -> Fields:
         """Calls the tools that a message asks for. Returns the fields of pool._ActValues.
 
         Async tools run concurrently; as in TRL, their results come after those of the other tools.
@@ -216,7 +215,7 @@ def class_schemas(environment_class: type, key: str) -> list[Fields]:
     return [checked_schema(method, key) for method in methods]
 
 
-def checked_schema(tool: Tool, key: str) -> Fields:
+def checked_schema(tool: Function, key: str) -> Fields:
     """Returns the JSON schema of a tool. Raises ConfigError if none can be made."""
     # Imported late: transformers takes seconds, and gym environments and agents have no tools.
     from transformers.utils import get_json_schema
@@ -232,7 +231,7 @@ def checked_schema(tool: Tool, key: str) -> Fields:
     return schema
 
 
-def _fits(tool: Tool | None, arguments: Any) -> bool:
+def _fits(tool: Function | None, arguments: Any) -> bool:
     """Returns whether the tool's signature accepts the arguments."""
     try:
         inspect.signature(tool).bind(**arguments)  # type: ignore[arg-type]
@@ -353,7 +352,7 @@ class GymDriver:
             result = result.observation
         return {"messages": to_messages(result)}
 
-    def act(self, message: Mapping[str, Any]) -> Fields:
+    def act(self, message: Message) -> Fields:
         """Runs one step with the policy's turn. Returns the fields of pool._ActValues."""
         self._messages.append(dict(message))
         step = self.environment.step
@@ -423,7 +422,7 @@ def to_messages(observation: Any) -> list[Message]:
     )
 
 
-def _action(step: Callable[..., Any], text: str, messages: list[Message]) -> Any:
+def _action(step: Function, text: str, messages: list[Message]) -> Any:
     """Returns the argument for `step`, according to the annotation of its first parameter.
 
     For a list it is all messages so far; for a class with annotated fields it is an object made
@@ -451,7 +450,7 @@ class AgentDriver:
     reward_names = (REWARD,)
     schemas: Sequence[Fields] = ()
 
-    def __init__(self, rollout: Callable[..., Any]) -> None:
+    def __init__(self, rollout: Function) -> None:
         """Raises ConfigError if `rollout` cannot be called with task, base_url, api_key, model."""
         self._rollout = rollout
         parameters = ("task", *_ACCESS)
@@ -469,7 +468,7 @@ class AgentDriver:
             hosts = [host for host in os.environ.get(variable, "").split(",") if host]
             os.environ[variable] = ",".join(dict.fromkeys([*hosts, "127.0.0.1"]))
 
-    def begin(self, row: Mapping[str, Any], access: Mapping[str, str]) -> Fields:
+    def begin(self, row: Fields, access: Mapping[str, str]) -> Fields:
         """Runs a whole episode: calls the user's function and waits for its result.
 
         Returns {"rewards": {"agent": reward}}. The reward is a number, None (unknown), or a string

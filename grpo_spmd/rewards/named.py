@@ -24,14 +24,14 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.data.rows import PromptRow
-from grpo_spmd.rewards.trl import callable_name, unwrap_partial
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.trl import Function, callable_name, unwrap_partial
 from grpo_spmd.rewards.verifiers import countdown_task, parse_tests, values_in
 
 # Stands in RewardConfig.function where "file.py:function" has the file.
 PYTHON_MARK = "<python>:"
 # The modules of users' files that were run, by absolute path.
 Modules = dict[str, types.ModuleType]
-Function = Callable[..., Any]
 # Functions given to grpo_spmd.run, by their specs.
 _registered: dict[str, Function] = {}
 # Matches the beginning of a number as verifiers.last_number reads it.
@@ -269,11 +269,11 @@ def check_gold(
         yield f"{message}: their completions get no reward, and are left out"
 
 
-def _is_answer(gold: Any, _: Mapping[str, Any]) -> bool:
+def _is_answer(gold: Any, _: Fields) -> bool:
     return not (gold is None or isinstance(gold, list | dict))
 
 
-def _find_number(gold: Any, _: Mapping[str, Any]) -> Any:
+def _find_number(gold: Any, _: Fields) -> Any:
     text = str(gold)
     # Search behind "####" first: most solutions end with "#### 42", and searching 100,000 whole
     # solutions takes seconds.
@@ -282,7 +282,7 @@ def _find_number(gold: Any, _: Mapping[str, Any]) -> Any:
 
 # By shipped reward: (function of a row's gold value and its columns that is truthy if the verifier
 # can use the value, what messages call such a value, the default column).
-_GOLD: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Any], str, str]] = {
+_GOLD: dict[str, tuple[Callable[[Any, Fields], Any], str, str]] = {
     "code": (lambda gold, _: parse_tests(gold), "test", "tests"),
     "countdown": (lambda gold, row: countdown_task(row.get("nums"), gold), "task", "target"),
     "exact": (_is_answer, "text", "answer"),

@@ -38,7 +38,7 @@ import os
 import re
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ import msgspec
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import (
     PYTHON_MARK,
     Modules,
@@ -56,6 +57,7 @@ from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import (
     CALL_COLUMNS,
     EXTRA_ARGUMENTS,
+    Function,
     RewardError,
     callable_name,
     unwrap_partial,
@@ -84,7 +86,7 @@ class RewardFacts:
 class Reward(RewardFacts):
     """A reward and its function, as a worker process has it."""
 
-    function: Callable[..., Any]
+    function: Function
     # If True, the function takes `environments`, and is called in the environments' processes.
     looks_at_environments: bool = False
 
@@ -210,7 +212,7 @@ def check_error_rate(
 
 
 def _with_args(
-    name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
+    name: str, function: Function, config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
     """Returns a Reward that calls `function` with the columns that it takes and the config's
     `args`.
@@ -282,9 +284,7 @@ def _with_args(
     )
 
 
-def _callable_parameters(
-    function: Callable[..., Any], label: str
-) -> Mapping[str, inspect.Parameter]:
+def _callable_parameters(function: Function, label: str) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a reward function.
 
     Raises ConfigError if it cannot be called by keywords alone, takes neither `completions` nor
@@ -329,7 +329,7 @@ def _check_args(key: str, label: str, args: Collection[str], options: Collection
             raise ConfigError(f"{key}: {label} does not take {name!r}{hint}")
 
 
-def _check_values(key: str, args: Mapping[str, Any], function: Callable[..., Any]) -> None:
+def _check_values(key: str, args: Fields, function: Function) -> None:
     """Raises ConfigError for an option of a shipped reward whose value has the wrong type."""
     hints = typing.get_type_hints(function, include_extras=True)
     for name, value in args.items():

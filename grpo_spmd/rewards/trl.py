@@ -29,6 +29,8 @@ from grpo_spmd.records import Fields
 
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
+# A function of the user, or another callable.
+Function = Callable[..., Any]
 # Counts by reward, then by status or kind of failure.
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (the sum of each call's values, the number of values in all calls).
@@ -257,14 +259,14 @@ def retried_fracs(
     return metrics
 
 
-def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap_partial(function: Function) -> Function:
     """Returns the function inside nested functools.partial objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def callable_name(function: Callable[..., Any]) -> str:
+def callable_name(function: Function) -> str:
     """Returns a function's name, for a partial that of its function, for an object that of its
     class."""
     function = unwrap_partial(function)
@@ -274,7 +276,7 @@ def callable_name(function: Callable[..., Any]) -> str:
 # The functions below merge what reward functions logged with `log_metric`, over calls and ranks.
 
 
-def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
+def logged_in(notes: Iterable[Fields]) -> Logged:
     """Returns the values logged with `log_metric` in the given `notes` of ScoredRollouts."""
     logged: Logged = {}
     for note in notes:

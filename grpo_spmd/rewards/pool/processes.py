@@ -81,7 +81,7 @@ def allow_workers(num_workers: int, key: str) -> None:
     """
     needed = num_workers + _OTHER_FILES
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if needed > hard != resource.RLIM_INFINITY:
+    if needed > hard:
         raise ConfigError(
             f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
             f"files (ulimit -Hn) is {hard}: at most {max(hard - _OTHER_FILES, 1)} workers fit"
@@ -91,11 +91,10 @@ def allow_workers(num_workers: int, key: str) -> None:
 
 def allow_files(number: int) -> None:
     """Increases this process's limit of open files to `number`, or to the hard limit if lower."""
+    # Linux has no infinite limits of open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        number = min(number, hard)
-    if number > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    if number > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
 
 
 class ProcessPool:
@@ -110,7 +109,7 @@ class ProcessPool:
     def __init__(
         self,
         module: str,
-        setup: Mapping[str, Any],
+        setup: Fields,
         rewards: Sequence[RewardConfig],
         log_file: Path,
         *,
