@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -349,7 +348,6 @@ class ConversationTree:
         self._chat = chat
         self._limits = limits
         self._turns: list[TreeTurn] = []
-        self._num_equal_contexts = Counter[bytes]()
         self._refused_status: str | None = None
 
     @property
@@ -389,9 +387,9 @@ class ConversationTree:
         turn.requested_tokens = max_tokens
         # The key depends on the context alone, and not on the order of the requests. Turns with
         # equal contexts are numbered; it does not matter which of them has which number.
-        digest = hashlib.blake2b(np.asarray(context_ids, np.int64).tobytes(), digest_size=8)
-        turn.key = f"{digest.hexdigest()}.{self._num_equal_contexts[digest.digest()]}"
-        self._num_equal_contexts[digest.digest()] += 1
+        content = np.asarray(context_ids, np.int64).tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        turn.key = f"{digest}.{sum(earlier.key.startswith(digest) for earlier in self._turns)}"
         if turn.parent is not None:
             turn.parent.num_children += 1
         # The agent has found a way to continue, so the earlier refusal no longer counts.

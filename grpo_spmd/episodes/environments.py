@@ -473,14 +473,12 @@ class Environments:
         self.weights: dict[str, float] = {}
         """The weights of all rewards by name, in the order in which they are summed."""
         # Only an environment's own process can pass the environment to a reward function.
-        names = set[str]()
         for reward, function in zip(rewards, loaded, strict=True):
             self.weights[function.name] = function.weight
             if function.looks_at_environments:
                 self.looking_rewards.append(reward)
             else:
                 self.other_rewards.append(reward)
-                names.add(function.name)
         self._pool: EnvironmentPool | None = None
         self._endpoint: Endpoint | None = None
         self._opened = ExitStack()
@@ -493,12 +491,12 @@ class Environments:
         with ExitStack() as stack:
             stack.callback(pool.close)
             facts = pool.facts
-            duplicates = sorted(names.intersection(facts.weights))
-            if duplicates:
-                raise ConfigError(
-                    f"environment: its reward is called {duplicates[0]!r}, as one of `rewards` "
-                    "is; give that one another name"
-                )
+            for reward in self.other_rewards:
+                if reward.metric_name in facts.weights:
+                    raise ConfigError(
+                        f"environment: its reward is called {reward.metric_name!r}, as one of "
+                        "`rewards` is; give that one another name"
+                    )
             self._chat = ChatFormat(
                 tokenizer,
                 config.history,

@@ -126,7 +126,6 @@ class EnvironmentPool(ProcessPool):
         self._facts: EnvironmentFacts | None = None
         self._waiting: deque[tuple[ConversationId, Fields]] = deque()
         self._live: dict[ConversationId, _LiveEpisode] = {}
-        self._idle: list[WorkerProcess] = []
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
         self._num_calls = 0
         self._warned = set[str]()
@@ -183,10 +182,7 @@ class EnvironmentPool(ProcessPool):
 
     def release(self, conversation: ConversationId) -> None:
         """Ends an episode after its last call; its worker is free for the next one."""
-        worker = self._live.pop(conversation).worker
-        # A worker that has ended was removed from the pool already.
-        if worker.number in self._workers:
-            self._idle.append(worker)
+        del self._live[conversation]
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
@@ -241,12 +237,16 @@ class EnvironmentPool(ProcessPool):
 
     def _dispatch(self) -> None:
         """Begins waiting episodes in idle workers, and in new ones up to `num_workers`."""
-        while self._waiting and (self._idle or len(self._workers) < self._config.num_workers):
+        while self._waiting:
+            taken = {episode.worker.number for episode in self._live.values()}
+            idle = [worker for worker in self._workers.values() if worker.number not in taken]
+            if not idle and len(self._workers) >= self._config.num_workers:
+                return
             conversation, message = self._waiting.popleft()
-            is_new = not self._idle
-            worker = self._spawn() if is_new else self._idle.pop()
+            worker = idle[0] if idle else self._spawn()
             self._live[conversation] = _LiveEpisode(worker)
             location = "rollout()" if message["access"] else "reset()"
+            is_new = not idle
             # An idle worker may have died. Then the episode waits for another worker.
             if not self._send_call(conversation, "begin", message, location, is_new_worker=is_new):
                 self._discard(self._live.pop(conversation).worker)
@@ -351,8 +351,6 @@ class EnvironmentPool(ProcessPool):
         self, worker: WorkerProcess, call: _Call | None, kind: HowItFailed, reason: str
     ) -> None:
         """Adds a Failure for `poll` to return, now or at the next call of the worker's episode."""
-        if worker in self._idle:
-            self._idle.remove(worker)
         # If the worker ended between two calls, the next call of its episode reports the failure.
         if call:
             self._live.pop(call.conversation, None)

@@ -436,7 +436,6 @@ class ServerCalls:
         self._jobs = jobs
         # Each call has one sample, which is the index of its job.
         self._waiting = deque(Call(limit, [job]) for job, (limit, _) in enumerate(jobs))
-        self._num_running = 0
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
         # The answer or the error of each finished job, by its index.
         self.answers: dict[int, Any] = {}
@@ -448,11 +447,10 @@ class ServerCalls:
     def run_for(self, seconds: float) -> bool:
         """Makes calls for at most `seconds` seconds. Returns True if some jobs are not finished."""
         end = time.monotonic() + seconds
-        while self._waiting or self._num_running:
+        while len(self.answers) + len(self.errors) < len(self._jobs):
             for call in self._limits.take_given_up(self._waiting):
                 self.errors[call.samples[0]] = call.error
             for call in iter(partial(self._limits.take_next, self._waiting), None):
-                self._num_running += 1
                 threading.Thread(target=self._ask, args=[call], daemon=True).start()
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
@@ -480,7 +478,6 @@ class ServerCalls:
         [job] = call.samples
         seconds = time.monotonic() - call.start
         self.seconds.append(seconds)
-        self._num_running -= 1
         self.num_retries += call.num_made > 1
         if isinstance(reply, FailedCallError):
             call = self._limits.retry(call, reply, seconds)

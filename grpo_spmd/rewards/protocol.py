@@ -275,7 +275,7 @@ def _with_args(
         name=name,
         weight=config.weight,
         needs=tuple(needs),
-        takes=takes,
+        takes=tuple(takes),
         # Each run of model-written code may use up its time limit; one call for a whole group would
         # need the sum of these limits. And call limits count each completion as a call.
         one_at_a_time=function is run_tests or bool(config.max_concurrent or config.max_per_minute),

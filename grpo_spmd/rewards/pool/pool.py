@@ -540,14 +540,13 @@ class SlowRewards:
         self._always = frozenset(reward for reward, is_early in enumerate(always) if is_early)
         # The indices of the rewards that are called early.
         self.early = self._always
-        # Sums over the calls since the last scoring, by reward.
-        self._seconds = defaultdict[int, float](float)
-        self._num_completions = Counter[int]()
+        # By reward: the seconds of the calls since the last scoring, less those that the same calls
+        # would have taken at _SLOW_S.
+        self._excess_s = defaultdict[int, float](float)
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
         """Adds the seconds of a call for `num_completions` completions."""
-        self._seconds[reward] += seconds
-        self._num_completions[reward] += num_completions
+        self._excess_s[reward] += seconds - _SLOW_S * num_completions
 
     def end_scoring(self) -> None:
         """Chooses the rewards that are called early from now on: those that were slow in the
@@ -555,11 +554,9 @@ class SlowRewards:
 
         For a reward that was not called nothing changes.
         """
-        called = self._num_completions
-        slow = {reward for reward in called if self._seconds[reward] > _SLOW_S * called[reward]}
-        self.early = self._always | slow | (self.early - called.keys())
-        self._seconds.clear()
-        called.clear()
+        slow = {reward for reward, seconds in self._excess_s.items() if seconds > 0}
+        self.early = self._always | slow | (self.early - self._excess_s.keys())
+        self._excess_s.clear()
 
 
 def waits_for_others(reward: RewardConfig) -> bool:
