@@ -191,9 +191,7 @@ class Trial(ProcessPool):
 
     _what = "reward"
 
-    def __init__(
-        self, module: str, setup: Mapping[str, Any], rewards: Sequence[RewardConfig]
-    ) -> None:
+    def __init__(self, module: str, setup: dict[str, Any], rewards: Sequence[RewardConfig]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._reply: dict[str, Any] = {}
         if module == "grpo_spmd.episodes.worker":

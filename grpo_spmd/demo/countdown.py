@@ -159,32 +159,34 @@ def make_example(prompt: str, equation: str) -> Example:
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 
 
+def _draw_batch(rng: random.Random, correct_frac: float) -> list[Example]:
+    """Draws tasks of two numbers with an equation each; `correct_frac` of these are correct."""
+    batch = []
+    for task in rng.choices(solvable_tasks(), k=_BATCH_SIZE):
+        is_correct = correct_frac == 1 or rng.random() < correct_frac
+        equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
+        batch.append(make_example(prompt_text(*task), equation))
+    return batch
+
+
 def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> None:
     """Makes a model with this config, warm-starts it on countdown and saves it in `folder`.
 
     `numbers` is the command's option: "2" or "3-4".
     """
     rng = random.Random(seed)
-    tasks = solvable_tasks()
+    has_two = numbers == "2"
 
-    # The tasks of three or four numbers are too many to list, so each batch draws new ones.
-    def long_batch(_: int) -> list[Example]:
+    def batch_of(step: int) -> list[Example]:
+        if has_two:
+            return _draw_batch(rng, 1 if step < _CORRECT_STEPS else _CARELESS_CORRECT_FRAC)
+        # The tasks of three or four numbers are too many to list, so each batch draws new ones.
         batch = [long_task(rng) for _ in range(_BATCH_SIZE)]
         return [make_example(prompt_text(*nums, target), text) for nums, target, text in batch]
 
-    def short_batch(step: int) -> list[Example]:
-        batch = []
-        for task in rng.choices(tasks, k=_BATCH_SIZE):
-            is_correct = step < _CORRECT_STEPS or rng.random() < _CARELESS_CORRECT_FRAC
-            equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
-            batch.append(make_example(prompt_text(*task), equation))
-        return batch
-
-    batch_of: Callable[[int], list[Example]] = short_batch
-    peaks = [_CORRECT_LR] * _CORRECT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
-    if numbers != "2":
-        batch_of = long_batch
-        peaks = [_LONG_LR] * _LONG_STEPS
+    peaks = [_LONG_LR] * _LONG_STEPS
+    if has_two:
+        peaks = [_CORRECT_LR] * _CORRECT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
     rates = [peak * warm_up(step) for step, peak in enumerate(peaks)]
     make_model(folder, seed, config, batch_of=batch_of, learning_rates=rates)
 
@@ -237,19 +239,14 @@ def make_teacher(folder: Path, seed: int) -> None:
     """Writes a model of the student's size that solves nearly all tasks, and its tokenizer."""
     make_tokenizer(folder)
     rng = random.Random(f"teacher/{seed}")
-    tasks = solvable_tasks()
-
-    def batch_of(_: int) -> list[Example]:
-        return [
-            make_example(prompt_text(*task), rng.choice(correct_equations(*task)))
-            for task in rng.choices(tasks, k=_BATCH_SIZE)
-        ]
-
     # The learning rate falls to zero, so that the teacher becomes confident in its answers.
     rates = [
         _TEACHER_LR * warm_up(step) * (1 - step / _TEACHER_STEPS) for step in range(_TEACHER_STEPS)
     ]
-    make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
+    config = model_config()
+    make_model(
+        folder, seed + 1000, config, batch_of=lambda _: _draw_batch(rng, 1), learning_rates=rates
+    )
 
 
 def fill_distillation_demo(model: Path, seed: int) -> list[Fields]:

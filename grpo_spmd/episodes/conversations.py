@@ -77,8 +77,7 @@ class TreeTurn:
     key: str = ""
     """A key for the turn's seed that does not depend on the order of requests."""
     max_tokens: int = 0
-    """The most tokens that the turn may sample. Until it is finished, all of them count against the
-    limits."""
+    """The most tokens that the turn may sample."""
     requested_tokens: int | None = None
     """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
@@ -179,6 +178,11 @@ def leaves_of(turns: Sequence[TreeTurn]) -> list[TreeTurn]:
     finished = [turn for turn in turns if turn.completion is not None]
     parents = {turn.parent for turn in finished}
     return [turn for turn in finished if turn not in parents]
+
+
+def tokens_beside(turn: TreeTurn, turns: Sequence[TreeTurn]) -> int:
+    """Returns the number of tokens of all segments but the one that `turn` extends."""
+    return sum(len(leaf.token_ids()) for leaf in leaves_of(turns) if leaf not in turn.path)
 
 
 class OpenEpisode:
@@ -317,12 +321,10 @@ class OpenEpisode:
         limits)."""
         limits = self._limits
         length = len(turn.token_ids())
-        num_other_tokens = sum(
-            len(leaf.token_ids()) for leaf in leaves_of(self.turns) if leaf not in turn.path
-        )
+        all_room = limits.max_all_tokens - tokens_beside(turn, self.turns)
         return (
             limits.max_tokens - (length - self._num_prompt_tokens),
-            min(limits.max_model_len, limits.max_all_tokens - num_other_tokens) - length,
+            min(limits.max_model_len, all_room) - length,
         )
 
     def _end_without_room(self, turn: TreeTurn) -> None:
@@ -381,8 +383,6 @@ class ConversationTree:
         turn = self._new_turn(messages, tools)
         context_ids = turn.token_ids()
         room = self._room(turn, len(context_ids))
-        # These tokens count against the limits from now on, so that turns that are sampled at the
-        # same time cannot exceed a limit together.
         turn.max_tokens = min(room, max_tokens or room)
         turn.requested_tokens = max_tokens
         # The key depends on the context alone, and not on the order of the requests. Turns with
@@ -524,14 +524,7 @@ class ConversationTree:
                 "episode_max_tokens",
                 f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
             )
-        # The tokens of all segments but the one that this turn extends. A leaf that is still being
-        # sampled counts with all tokens that it may sample.
-        num_other_tokens = sum(
-            len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
-            for leaf in self._turns
-            if not leaf.num_children and leaf is not turn.parent
-        )
-        session_room = self._limits.max_all_tokens - num_other_tokens - length
+        session_room = self._limits.max_all_tokens - tokens_beside(turn, self._turns) - length
         if session_room < 1:
             raise self._limit_error(
                 "episode_max_all_tokens",

@@ -30,8 +30,6 @@ from grpo_spmd.rewards.trl import RewardError
 _log = logging.getLogger("grpo_spmd")
 
 Method = Literal["begin", "act", "end"]
-FailureStatus = Literal["env_error", "env_timeout"]
-_STATUSES: dict[HowItFailed, FailureStatus] = {"error": "env_error", "timeout": "env_timeout"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,8 @@ class Reply:
 class Failure:
     """The end of an episode whose environment failed."""
 
-    status: FailureStatus
+    status: str
+    """"env_error" or "env_timeout"."""
     error: str
     seconds: float
 
@@ -354,7 +353,7 @@ class EnvironmentPool(ProcessPool):
         # If the worker ended between two calls, the next call of its episode reports the failure.
         if call:
             self._live.pop(call.conversation, None)
-            failure = Failure(_STATUSES[kind], f"{call.location} {reason}", self._seconds(call))
+            failure = Failure(f"env_{kind}", f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
 
     def _too_long(self, worker: WorkerProcess) -> str:

@@ -260,7 +260,7 @@ def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> Non
     def scaled(completions: list[str], by: float, **_: Any) -> list[float]:
         return [by * len(text) for text in completions]
 
-    functions = [
+    functions: list[Callable[..., Any]] = [
         length,
         Threshold(2),
         closure,

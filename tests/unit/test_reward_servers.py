@@ -503,9 +503,9 @@ def test_a_server_that_asks_for_patience_gets_it_while_there_is_time(clock: _Clo
     later = limits.retry(call, again(20.0), 0.0)
     assert (later.not_before, later.spent_s, later.error) == (1020.0, 20.0, "")
     assert limits.retry(call, again(30.0), 0.0).error == (
-        "answered 500 (asked 1 times; timeout_s=30 leaves no time for another)"
+        "answered 500 (timeout_s=30 leaves no time for another request)"
     )
-    assert limits.retry(call, again(may_retry=False), 0.0).error == "answered 500 (asked 1 times)"
+    assert limits.retry(call, again(may_retry=False), 0.0).error == "answered 500"
 
 
 def test_calls_pause_after_20_failures_in_a_row_and_one_decides(clock: _Clock) -> None:

@@ -220,10 +220,12 @@ class CallLimits:
         has_retries = error.may_retry and call.num_made <= limit.config.retries
         if has_retries and spent_s < limit.timeout_s:
             return replace(call, spent_s=spent_s, not_before=time.monotonic() + pause_s)
-        reason = f"{error} (asked {call.num_made} times"
+        reason = str(error)
         if has_retries:
-            reason += f"; timeout_s={limit.timeout_s:g} leaves no time for another"
-        return replace(call, error=f"{reason})")
+            reason += f" (timeout_s={limit.timeout_s:g} leaves no time for another request)"
+        elif call.num_made > 1:
+            reason += f" (asked {call.num_made} times)"
+        return replace(call, error=reason)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
         """Removes from `calls` those of rewards that were given up in this scoring.

@@ -327,8 +327,11 @@ def _first_dead_child() -> Any:
 
 def _children() -> list[int]:
     """Returns the pids of this process's children."""
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-    return [int(pid) for pid in children.split()]
+    # A kernel without CONFIG_PROC_CHILDREN has no such file.
+    with suppress(OSError):
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return [int(pid) for pid in children.split()]
+    return []
 
 
 def _kill_group(pid: int) -> None:
