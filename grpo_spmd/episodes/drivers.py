@@ -317,11 +317,7 @@ class GymDriver:
 
     def begin(self, row: Fields) -> Fields:
         """Begins an episode. Returns {"messages": the messages to add to the prompt}."""
-        prompt = row.get("prompt")
-        if isinstance(prompt, str):
-            self._messages = [{"role": "user", "content": prompt}]
-        else:
-            self._messages = list(prompt or [])
+        self._messages = to_messages(row.get("prompt"))
         if self.environment is not None and not hasattr(self.environment, "reset"):
             resolve(getattr(self.environment, "close", bool)())
             self.environment = None
@@ -372,20 +368,18 @@ def read_step(result: Any) -> Fields:
     The value may have any form in the module's docstring; BrokenContractError is raised for others,
     and ValueError for a reward that is neither a finite number nor None.
     """
-    if isinstance(result, Mapping):
-        observation = result.get("observations", result.get("observation"))
-        reward = result.get("reward")
-        ended = result.get("terminated", False) or result.get("truncated", False)
-        done = result.get("done", ended)
-    elif hasattr(result, "observation") and hasattr(result, "done"):
-        observation = result.observation
-        reward = getattr(result, "reward", None)
-        done = result.done
-    elif isinstance(result, tuple) and len(result) == 5:
+    if isinstance(result, tuple) and len(result) == 5:
         observation, reward, terminated, truncated, _ = result
         done = terminated or truncated
     elif isinstance(result, tuple) and len(result) in (3, 4):
         observation, reward, done = result[:3]
+    elif isinstance(result, Mapping) or (
+        hasattr(result, "observation") and hasattr(result, "done")
+    ):
+        observation = _get(result, "observations", _get(result, "observation"))
+        reward = _get(result, "reward")
+        ended = _get(result, "terminated") or _get(result, "truncated")
+        done = _get(result, "done", ended)
     else:
         raise BrokenContractError(
             f"step() returned {type(result).__name__}, and not (observation, reward, terminated, "
@@ -410,16 +404,20 @@ def to_messages(observation: Any) -> list[Message]:
         return [dict(item) for item in items]
     # An observation of OpenEnv, whose text or messages are in an attribute with one of these names.
     for name in ("messages", "message", "text", "content", "prompt"):
-        if isinstance(observation, Mapping):
-            inner = observation.get(name)
-        else:
-            inner = getattr(observation, name, None)
+        inner = _get(observation, name)
         if isinstance(inner, str | list):
             return to_messages(inner)
     raise BrokenContractError(
         f"an observation is {type(observation).__name__}: it must be text, messages, or have an "
         "attribute `messages` or `text`"
     )
+
+
+def _get(value: Any, name: str, default: Any = None) -> Any:
+    """Returns an entry of a mapping, or an attribute of another object."""
+    if isinstance(value, Mapping):
+        return value.get(name, default)
+    return getattr(value, name, default)
 
 
 def _action(step: Function, text: str, messages: list[Message]) -> Any:

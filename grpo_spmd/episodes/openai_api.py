@@ -196,8 +196,7 @@ def _template_message(message: _Message) -> Message:
     if isinstance(content, list):
         content = "".join(text_part.text for text_part in content)
     fields: Message = {"role": message.role, "content": content}
-    names = {"assistant": ("reasoning_content",), "tool": ("tool_call_id",)}
-    for name in (*names.get(message.role, ()), "name"):
+    for name in ("reasoning_content", "tool_call_id", "name"):
         value = getattr(message, name)
         if value:
             fields[name] = value
