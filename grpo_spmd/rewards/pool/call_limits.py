@@ -74,8 +74,6 @@ class _Limit:
     num_failed: int = 0
     first_reason: str = ""
     paused_until: float = -math.inf
-    # True from the beginning of a pause until a probe has succeeded.
-    is_probing: bool = False
     # The call that tries the server after a pause, once it has started.
     probe: Call | None = None
     has_given_up: bool = False
@@ -84,6 +82,11 @@ class _Limit:
     def ready_at(self) -> float:
         """The earliest time at which `interval_s` and a pause let a call start."""
         return max(self.next_start, self.paused_until)
+
+    @property
+    def is_probing(self) -> bool:
+        """True from the beginning of a pause until a call has succeeded."""
+        return self.config.url is not None and self.num_failed >= _MAX_FAILURES_IN_A_ROW
 
     def can_start(self, now_s: float) -> bool:
         """Returns True if a call may start now."""
@@ -121,8 +124,6 @@ class CallLimits:
             limit.num_running = 0
             limit.num_failed = 0
             limit.paused_until = -math.inf
-            limit.is_probing = False
-            limit.probe = None
             limit.has_given_up = False
 
     def wait_for_all(self) -> None:
@@ -182,23 +183,16 @@ class CallLimits:
         limit.num_running -= 1
         if outcome == "ok":
             limit.num_failed = 0
-            limit.is_probing = False
-            limit.probe = None
         elif outcome == "failed":
             if not limit.num_failed:
                 limit.first_reason = reason.partition("\n")[0]
             limit.num_failed += 1
             is_probe = call is limit.probe
-            is_down = (
-                limit.num_failed >= _MAX_FAILURES_IN_A_ROW
-                and not limit.is_probing
-                and limit.config.url is not None
-            )
+            is_down = limit.is_probing and limit.num_failed == _MAX_FAILURES_IN_A_ROW
             # The engine has finished, so another pause would make the whole run wait.
             if is_probe and self._is_waited_for:
                 limit.has_given_up = True
             elif is_probe or is_down:
-                limit.is_probing = True
                 limit.paused_until = time.monotonic() + _PAUSE_S
 
     def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
