@@ -622,8 +622,8 @@ def open_environments(
     ConfigError."""
     if not config.environment.is_on:
         return None
+    from grpo_spmd.episodes.conversations import EpisodeLimits
     from grpo_spmd.episodes.environments import Environments
-    from grpo_spmd.episodes.open_episode import EpisodeLimits
 
     limits = EpisodeLimits(
         config.environment.max_turns,

@@ -648,7 +648,7 @@ FAULTS = (
     ),
     Fault(
         "an agent answered with its turn before",
-        "episodes/episodes.py",
+        "episodes/environments.py",
         _ANSWER,
         "kept = self.endpoint.__dict__.setdefault('kept', {})\n"
         "            before = kept.get(episode.conversation, answer)\n"

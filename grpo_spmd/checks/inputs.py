@@ -41,7 +41,7 @@ from grpo_spmd.data.rows import (
 from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.pool.processes import allow_workers
 from grpo_spmd.rewards.protocol import Reward, load_rewards
-from grpo_spmd.rewards.remote.servers import check_calls, check_pace, check_sent
+from grpo_spmd.rewards.servers import check_calls, check_pace, check_sent
 from grpo_spmd.rewards.trl import CALL_COLUMNS, EXTRA_ARGUMENTS
 from grpo_spmd.rewards.verifiers import DEFAULT_TIME_S
 

@@ -43,7 +43,7 @@ from grpo_spmd.model.config_json import (
     kv_bytes_per_token,
     route_bytes_per_token,
 )
-from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
+from grpo_spmd.rewards.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
 _NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"

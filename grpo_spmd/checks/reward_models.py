@@ -20,7 +20,7 @@ from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import text_config
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
-from grpo_spmd.rewards.remote.servers import Judge
+from grpo_spmd.rewards.servers import Judge
 
 _NUM_TRIED = 8  # prompts that a template is tried on
 _COMPLETIONS = ("one answer", "another")  # a template must render them differently

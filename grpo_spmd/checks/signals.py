@@ -49,7 +49,7 @@ from grpo_spmd.model.config_json import (
     shapes_from_headers,
 )
 from grpo_spmd.model.reward_model_files import errors_about
-from grpo_spmd.rewards.remote.client import PromptLogprobs, ServedModel, headers_of
+from grpo_spmd.rewards.client import PromptLogprobs, ServedModel, headers_of
 from grpo_spmd.rewards.trl import FailedCallError
 
 T = TypeVar("T")

@@ -13,7 +13,6 @@ import socket
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ from grpo_spmd.config.rules import check_known_rewards
 from grpo_spmd.config.schema import Config, EnvironmentConfig, RewardConfig
 from grpo_spmd.data.rows import PromptRow, columns_of, key_and_source
 from grpo_spmd.model.config_json import local_folder
-from grpo_spmd.rewards.pool.nursery import encode_frame
+from grpo_spmd.rewards.named import pack
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess
 from grpo_spmd.rewards.protocol import Reward
-from grpo_spmd.rewards.trl import NO_LIST, NO_NUMBER
+from grpo_spmd.rewards.trl import NO_LIST, NO_NUMBER, TrainerState
 
 # Columns that may have the right answer. It is tried as a completion, beside an empty one.
 _GOLD_COLUMNS = ("answer", "solution", "label", "ground_truth")
@@ -192,9 +191,7 @@ class Trial(ProcessPool):
 
     _what = "reward"
 
-    def __init__(
-        self, module: str, setup: Mapping[str, Any], rewards: Sequence[RewardConfig]
-    ) -> None:
+    def __init__(self, module: str, setup: dict[str, Any], rewards: Sequence[RewardConfig]) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._reply: dict[str, Any] = {}
         if module == "grpo_spmd.episodes.worker":
@@ -219,11 +216,10 @@ class Trial(ProcessPool):
     def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Makes a call and returns its reply, or {"failed": REASON} if there is none in
         `seconds`."""
-        frame = encode_frame(dict(message))
         self._reply = {}
         worker = next(iter(self._workers.values()), None) or self._spawn()
         with suppress(OSError):
-            self._give(worker, message, frame, seconds)
+            self._give(worker, message, message, seconds)
         while not self._reply:
             self._listen(0.5)
         return self._reply
@@ -278,16 +274,18 @@ def _try_reward(
     for batch in batches:
         is_text = isinstance(row.prompt, str)
         completions = [t if is_text else [{"role": "assistant", "content": t}] for t in batch]
-        keywords: dict[str, Any] = {name: [value] * len(batch) for name, value in columns.items()}
-        keywords |= {
-            "prompts": [row.prompt] * len(batch),
-            "completions": completions,
-            "completion_ids": [[*range(len(text))] for text in batch],
-        }
-        try:
-            reply = ask({"reward": number, "keywords": keywords})
-        except TypeError as error:
-            raise ConfigError(f"{row.where}: {error}") from None
+        rows = [
+            pack(
+                columns
+                | {
+                    "prompts": row.prompt,
+                    "completions": completion,
+                    "completion_ids": [*range(len(text))],
+                }
+            )
+            for text, completion in zip(batch, completions, strict=True)
+        ]
+        reply = ask({"reward": number, "rows": rows, "state": TrainerState()})
         written.update(reply.get("extra", {}))
         name = f"{key}: {reward.name!r}"
         if "broken" in reply:
@@ -312,7 +310,7 @@ def trial_of_environment(
 ) -> Trial:
     """Returns a process that can begin an episode. `rewards` are those that look at
     environments."""
-    setup = {"environment": asdict(environment), "max_chars": 10_000_000}
+    setup = {"environment": environment, "max_chars": 10_000_000}
     return Trial("grpo_spmd.episodes.worker", setup, rewards)
 
 

@@ -17,11 +17,11 @@ from grpo_spmd.demo.countdown import (
     fill_distillation_demo,
     fill_experts_demo,
     fill_hybrid_demo,
+    fill_reward_model_demo,
     make_demo,
 )
 from grpo_spmd.demo.judge import serve
 from grpo_spmd.demo.making import make_folder, temporary_folder
-from grpo_spmd.demo.reward_model import fill_reward_model_demo
 from grpo_spmd.demo.tools import fill_compacting_demo, fill_tools_demo
 from grpo_spmd.distributed import interrupt
 

@@ -1,4 +1,5 @@
-"""Makes the data of two demos: countdown, and distillation from a better countdown model.
+"""Makes the data of three demos: countdown, distillation from a better countdown model, and GRPO by
+a reward model.
 
 The data are a tiny Qwen3, its tokenizer and prompts.
 
@@ -13,6 +14,11 @@ start has correct equations only, and after it one answer of five to ten is corr
 In the distillation demo the same model, trained by the careless teacher, is the student. The model
 that it learns from was trained longer, on correct equations only. The student gets no reward: on
 its own completions it learns the distribution of that model.
+
+In the reward-model demo a tiny Qwen3 with a score head learns to tell correct equations from wrong
+ones. It is trained on pairs of answers to the same task, of which the correct one must get the
+higher score (Bradley-Terry). The wrong answers are those that a policy may write: random equations,
+near misses and meaningless strings.
 """
 
 from __future__ import annotations
@@ -24,8 +30,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_spmd.demo.making import Example, make_folder, make_model, model_config, warm_up
-from grpo_spmd.rewards.verifiers import evaluate
+from grpo_spmd.demo.making import (
+    Example,
+    make_folder,
+    make_model,
+    model_config,
+    padded,
+    rise_and_fall,
+    train,
+    warm_up,
+)
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.verifiers import countdown, evaluate
 
 CHARACTERS = "0123456789+-*,=:"
 EOS = "<eos>"
@@ -49,6 +65,14 @@ _SIGNS: dict[str, Callable[[int, int], int]] = {
     "-": operator.sub,
     "*": operator.mul,
 }
+# For the reward model.
+_TASKS_PER_STEP = 32
+_WRONG_PER_TASK = 5
+_REWARD_STEPS = 800
+_REWARD_LR = 5e-3
+_ANSWER_CHARACTERS = "0123456789+-*"
+# The most characters of a completion.
+_MAX_LENGTH = 8
 # A task is two numbers and the target.
 Task = tuple[int, int, int]
 
@@ -78,7 +102,7 @@ def long_task(rng: random.Random) -> tuple[list[int], int, str]:
             return nums, int(target), equation
 
 
-def make_rows(numbers: str, seed: int) -> list[dict[str, Any]]:
+def make_rows(numbers: str, seed: int) -> list[Fields]:
     """Returns the data set: one row for each task, with the columns prompt, nums and target.
 
     `numbers` is the command's option: "2" or "3-4".
@@ -135,37 +159,39 @@ def make_example(prompt: str, equation: str) -> Example:
     return Example(ids, [position >= len(prompt) for position in range(len(ids))])
 
 
+def _draw_batch(rng: random.Random, correct_frac: float) -> list[Example]:
+    """Draws tasks of two numbers with an equation each; `correct_frac` of these are correct."""
+    batch = []
+    for task in rng.choices(solvable_tasks(), k=_BATCH_SIZE):
+        is_correct = correct_frac == 1 or rng.random() < correct_frac
+        equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
+        batch.append(make_example(prompt_text(*task), equation))
+    return batch
+
+
 def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> None:
     """Makes a model with this config, warm-starts it on countdown and saves it in `folder`.
 
     `numbers` is the command's option: "2" or "3-4".
     """
     rng = random.Random(seed)
-    tasks = solvable_tasks()
+    has_two = numbers == "2"
 
-    # The tasks of three or four numbers are too many to list, so each batch draws new ones.
-    def long_batch(_: int) -> list[Example]:
+    def batch_of(step: int) -> list[Example]:
+        if has_two:
+            return _draw_batch(rng, 1 if step < _CORRECT_STEPS else _CARELESS_CORRECT_FRAC)
+        # The tasks of three or four numbers are too many to list, so each batch draws new ones.
         batch = [long_task(rng) for _ in range(_BATCH_SIZE)]
         return [make_example(prompt_text(*nums, target), text) for nums, target, text in batch]
 
-    def short_batch(step: int) -> list[Example]:
-        batch = []
-        for task in rng.choices(tasks, k=_BATCH_SIZE):
-            is_correct = step < _CORRECT_STEPS or rng.random() < _CARELESS_CORRECT_FRAC
-            equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
-            batch.append(make_example(prompt_text(*task), equation))
-        return batch
-
-    batch_of: Callable[[int], list[Example]] = short_batch
-    peaks = [_CORRECT_LR] * _CORRECT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
-    if numbers != "2":
-        batch_of = long_batch
-        peaks = [_LONG_LR] * _LONG_STEPS
+    peaks = [_LONG_LR] * _LONG_STEPS
+    if has_two:
+        peaks = [_CORRECT_LR] * _CORRECT_STEPS + [_CARELESS_LR] * _CARELESS_STEPS
     rates = [peak * warm_up(step) for step, peak in enumerate(peaks)]
     make_model(folder, seed, config, batch_of=batch_of, learning_rates=rates)
 
 
-def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[dict[str, Any]]:
+def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[Fields]:
     """Writes the policy and its tokenizer into the folder `model`, and returns the data set's rows.
 
     `sizes` replace values of the model's config.
@@ -175,7 +201,7 @@ def fill_demo(model: Path, seed: int, numbers: str = "2", **sizes: Any) -> list[
     return make_rows(numbers, seed)
 
 
-def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+def fill_experts_demo(model: Path, seed: int) -> list[Fields]:
     """Writes a mixture of experts (eight in each layer, two for each token); returns the rows."""
     return fill_demo(
         model,
@@ -187,7 +213,7 @@ def fill_experts_demo(model: Path, seed: int) -> list[dict[str, Any]]:
     )
 
 
-def fill_hybrid_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+def fill_hybrid_demo(model: Path, seed: int) -> list[Fields]:
     """Writes a policy of the Qwen3.5 family: a gated delta net, then attention. Returns rows."""
     return fill_demo(
         model,
@@ -213,25 +239,126 @@ def make_teacher(folder: Path, seed: int) -> None:
     """Writes a model of the student's size that solves nearly all tasks, and its tokenizer."""
     make_tokenizer(folder)
     rng = random.Random(f"teacher/{seed}")
-    tasks = solvable_tasks()
-
-    def batch_of(_: int) -> list[Example]:
-        return [
-            make_example(prompt_text(*task), rng.choice(correct_equations(*task)))
-            for task in rng.choices(tasks, k=_BATCH_SIZE)
-        ]
-
     # The learning rate falls to zero, so that the teacher becomes confident in its answers.
     rates = [
         _TEACHER_LR * warm_up(step) * (1 - step / _TEACHER_STEPS) for step in range(_TEACHER_STEPS)
     ]
-    make_model(folder, seed + 1000, model_config(), batch_of=batch_of, learning_rates=rates)
+    config = model_config()
+    make_model(
+        folder, seed + 1000, config, batch_of=lambda _: _draw_batch(rng, 1), learning_rates=rates
+    )
 
 
-def fill_distillation_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+def fill_distillation_demo(model: Path, seed: int) -> list[Fields]:
     """Writes the student into `model` and the teacher into a folder beside it; returns the rows."""
     rows = fill_demo(model, seed)
     teacher = model.with_name("teacher")
     teacher.mkdir()
     make_teacher(teacher, seed)
+    return rows
+
+
+# The reward-model demo
+
+
+def is_correct(task: Task, text: str) -> bool:
+    """Returns True if `text` is a correct equation for the task."""
+    a, b, target = task
+    return countdown([text], [[a, b]], [target], answer_tag=None) == [1.0]
+
+
+def wrong_answer(rng: random.Random, task: Task) -> str:
+    """Draws answers until one is wrong, and returns it."""
+    while True:
+        text = _draw_answer(rng, task)
+        if not is_correct(task, text):
+            return text
+
+
+def _draw_answer(rng: random.Random, task: Task) -> str:
+    """Returns a random answer to the task, which is usually wrong."""
+    # Uniform in [0, 1). The bounds below are cumulative: 0.2 and 0.75 give the second kind 55 %.
+    kind = rng.random()
+    correct = rng.choice(correct_equations(*task))
+    if kind < 0.2:
+        return random_equation(rng)
+    if kind < 0.75:
+        # With one number of the task, with both, or with the same twice: a policy soon tries these.
+        a = rng.choice(task[:2])
+        b = rng.choice(task[:2]) if kind < 0.55 else rng.randint(1, MAX_NUMBER)
+        pair = [a, b]
+        rng.shuffle(pair)
+        return f"{pair[0]}{rng.choice('+-*')}{pair[1]}"
+    if kind < 0.85:
+        # One character of a correct answer removed, replaced or followed by another.
+        index = rng.randrange(len(correct))
+        replaced = rng.choice(_ANSWER_CHARACTERS)
+        inserted = correct[index] + rng.choice(_ANSWER_CHARACTERS)
+        return correct[:index] + rng.choice(["", replaced, inserted]) + correct[index + 1 :]
+    if kind < 0.92:
+        # A correct answer with further characters behind it.
+        num_more = rng.randint(1, _MAX_LENGTH - len(correct))
+        return correct + "".join(rng.choices(_ANSWER_CHARACTERS + ",=:", k=num_more))
+    return "".join(rng.choices(_ANSWER_CHARACTERS, k=rng.randint(1, _MAX_LENGTH)))
+
+
+def make_reward_model(folder: Path, base: Path, seed: int) -> None:
+    """Trains a reward model and writes it into `folder`, which already has its tokenizer.
+
+    Training starts from the layers of the language model in `base`, which knows some arithmetic.
+    The config has no padding token: the tokenizer pads with the end token, and transformers would
+    take the score before the first end token instead of at it.
+    """
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = model_config(num_labels=1, pad_token_id=None)
+    model = transformers.Qwen3ForSequenceClassification(config)
+    language_model = transformers.Qwen3ForCausalLM.from_pretrained(base, trust_remote_code=False)
+    # Only the layers are taken over: the score head is new.
+    model.model.load_state_dict(language_model.model.state_dict())
+    rng = random.Random(seed)
+    tasks = solvable_tasks()
+
+    def encode(task: Task, text: str) -> list[int]:
+        ids = token_ids(prompt_text(*task) + text)
+        # A completion of the full length was cut off, so it has no end token.
+        return [*ids, 0] if len(text) < _MAX_LENGTH else ids
+
+    def scores_of(sequences: list[list[int]]) -> torch.Tensor:
+        lengths = [len(ids) for ids in sequences]
+        hidden = model.model(input_ids=padded(sequences), use_cache=False).last_hidden_state
+        ends = torch.tensor(lengths) - 1
+        scores: torch.Tensor = model.score(hidden[torch.arange(len(sequences)), ends])
+        return scores.squeeze(-1)
+
+    # For each step, the fraction of pairs in which the correct answer got the higher score.
+    fractions = []
+
+    def loss_of(_: int) -> torch.Tensor:
+        batch = rng.choices(tasks, k=_TASKS_PER_STEP)
+        sequences = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
+        for _ in range(_WRONG_PER_TASK):
+            sequences += [encode(task, wrong_answer(rng, task)) for task in batch]
+        # Row 0 has the correct answers, and each further row one wrong answer for each task.
+        scores = scores_of(sequences).view(1 + _WRONG_PER_TASK, _TASKS_PER_STEP)
+        margins = scores[0] - scores[1:]
+        fractions.append(float((margins > 0).float().mean()))
+        return -torch.nn.functional.logsigmoid(margins).mean()
+
+    rates = [_REWARD_LR * factor for factor in rise_and_fall(_REWARD_STEPS)]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.05)
+    train("demo: the reward model", optimizer, loss_of, learning_rates=rates)
+    print(f"demo: the reward model tells {fractions[-1]:.0%} of its last pairs apart", flush=True)
+    model.save_pretrained(folder)
+
+
+def fill_reward_model_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+    """Writes the policy into `model` and the reward model beside it; returns the rows."""
+    rows = fill_demo(model, seed)
+    reward_model = model.with_name("reward_model")
+    reward_model.mkdir()
+    make_tokenizer(reward_model)
+    make_reward_model(reward_model, model, seed)
     return rows

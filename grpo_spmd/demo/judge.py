@@ -6,17 +6,17 @@ prompt that was made with the template configs/demo-judge.md.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import signal
+import socket
 
 from aiohttp import web
 
+from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.rewards.verifiers import countdown
 
 _PROMPT = re.compile(r"Task: ([\d,]+)=(\d+):\n.*<(completion-\w+)>\n(.*)\n</\3>", re.DOTALL)
-_PARENT = os.getppid()
 
 
 def reply_to(prompt: str) -> str:
@@ -39,21 +39,14 @@ async def _answer(request: web.Request) -> web.Response:
     return web.json_response({"choices": [choice]})
 
 
-async def _serve() -> None:
-    """Serves at a free port of 127.0.0.1 until the parent process has ended."""
-    app = web.Application()
-    app.router.add_post("/v1/chat/completions", _answer)
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    print(f"http://127.0.0.1:{runner.addresses[0][1]}/v1/chat/completions", flush=True)
-    # A process whose parent has ended gets another parent.
-    while os.getppid() == _PARENT:
-        await asyncio.sleep(0.5)
-
-
 def serve() -> None:
     """Prints the server's address, and serves until the process that started this one ends."""
+    end_with_parent(signal.SIGKILL, os.getppid())
     # Ctrl-C also reaches this process, but the run still has completions to score.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_serve())
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", _answer)
+    # A free port of this host.
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}/v1/chat/completions", flush=True)
+    web.run_app(app, sock=listening, print=None, access_log=None, handle_signals=False)

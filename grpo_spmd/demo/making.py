@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed import startup
+from grpo_spmd.records import Fields
 
 _WARM_UP_STEPS = 50
 
@@ -136,9 +137,7 @@ def padded(rows: Iterable[list[Any]]) -> Any:
     return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True)
 
 
-def make_folder(
-    out: Path, settings: dict[str, Any], fill: Callable[[Path], list[dict[str, Any]]]
-) -> None:
+def make_folder(out: Path, settings: Fields, fill: Callable[[Path], list[Fields]]) -> None:
     """Writes `out`/model and `out`/train.jsonl, or neither.
 
     Does nothing if `out` was made before, with the same `settings` and by the same code. `fill`

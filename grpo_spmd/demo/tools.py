@@ -17,6 +17,7 @@ from typing import Any
 
 from grpo_spmd.demo.making import Example, make_model, model_config, rise_and_fall
 from grpo_spmd.demo.stockroom import ITEMS
+from grpo_spmd.records import Fields
 
 _END = "<|end|>"
 _ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
@@ -96,7 +97,7 @@ def make_tokenizer(folder: Path) -> Any:
     return fast
 
 
-def questions() -> list[dict[str, Any]]:
+def questions() -> list[Fields]:
     """Returns the data set: one row for each ordered pair of items.
 
     The columns are prompt (a chat) and wanted (the two items).
@@ -188,8 +189,8 @@ def make_examples(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def example(step: int) -> Example:
-        ids: list[int] = []
-        is_trained: list[bool] = []
+        ids = []
+        is_trained = []
         for text, is_answer in draw_turns(rng, step < _CORRECT_STEPS):
             ids += encode(text)
             is_trained += [is_answer] * len(encode(text))
@@ -198,9 +199,7 @@ def make_examples(
     return lambda step: [example(step) for _ in range(_BATCH_SIZE)]
 
 
-def fill_tools_demo(
-    model: Path, seed: int, draw_turns: DrawTurns = teacher_turns
-) -> list[dict[str, Any]]:
+def fill_tools_demo(model: Path, seed: int, draw_turns: DrawTurns = teacher_turns) -> list[Fields]:
     """Writes the policy and its tokenizer into the folder `model`; returns the data set's rows."""
     examples = make_examples(make_tokenizer(model), seed, draw_turns)
     rates = [_CORRECT_LR * factor for factor in rise_and_fall(_CORRECT_STEPS)]
@@ -212,6 +211,6 @@ def fill_tools_demo(
     return questions()
 
 
-def fill_compacting_demo(model: Path, seed: int) -> list[dict[str, Any]]:
+def fill_compacting_demo(model: Path, seed: int) -> list[Fields]:
     """Writes the policy of the compaction demo into the folder `model`, and returns the rows."""
     return fill_tools_demo(model, seed, compacting_turns)

@@ -197,7 +197,7 @@ class PlainText:
                 trusted.append(i)
         if len(trusted) == len(special):
             return ids
-        result: list[int] = []
+        result = []
         # What is between two trusted tokens is encoded again if it has special tokens.
         for previous, following in pairwise([-1, *trusted, len(ids)]):
             between = ids[previous + 1 : following]
@@ -244,7 +244,7 @@ class PlainText:
             raise TemplateError(
                 f"the tokenizer does not split {text[:40]!r} from the special token before it"
             )
-        cuts: list[int] = []
+        cuts = []
         for token_id, offset in zip(ids, encoding.offsets[1:], strict=True):
             if token_id in self._texts:
                 begin, end = (place - len(_MARK) for place in offset)
@@ -674,8 +674,8 @@ def complete(messages: Sequence[Message]) -> list[Message]:
     Ids that are there already stay. The content of a tool result that is neither text nor a list of
     blocks becomes text.
     """
-    completed: list[Message] = []
-    ids: list[str] = []
+    completed = []
+    ids = []
     for message in messages:
         message = dict(message)
         if message.get("tool_calls"):
@@ -692,7 +692,7 @@ def complete(messages: Sequence[Message]) -> list[Message]:
     return completed
 
 
-def _tool_name(tool: Mapping[str, Any]) -> str:
+def _tool_name(tool: Fields) -> str:
     return str(tool.get("function", tool).get("name", ""))
 
 

@@ -51,6 +51,16 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
 }
 
+# OpenAI's own error code for a context that is too long.
+TOO_LONG = "context_length_exceeded"
+# By error code: the status of an episode in which a turn is refused because of a limit.
+LIMITS = {
+    "episode_max_turns": "max_turns",
+    "episode_max_tokens": "max_tokens",
+    "episode_max_all_tokens": "context_overflow",
+    TOO_LONG: "context_overflow",
+}
+
 
 class ApiError(ValueError):
     """The error that answers a request: its HTTP status, a code for programs, and one line of
@@ -186,8 +196,7 @@ def _template_message(message: _Message) -> Message:
     if isinstance(content, list):
         content = "".join(text_part.text for text_part in content)
     fields: Message = {"role": message.role, "content": content}
-    names = {"assistant": ("reasoning_content",), "tool": ("tool_call_id",)}
-    for name in (*names.get(message.role, ()), "name"):
+    for name in ("reasoning_content", "tool_call_id", "name"):
         value = getattr(message, name)
         if value:
             fields[name] = value

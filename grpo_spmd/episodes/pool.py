@@ -7,13 +7,13 @@ with all processes that it started.
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,15 +24,12 @@ from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.engine.requests import ConversationId
 from grpo_spmd.episodes.endpoint import Endpoint
 from grpo_spmd.records import Fields, Message
-from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.trl import RewardError
 
 _log = logging.getLogger("grpo_spmd")
 
 Method = Literal["begin", "act", "end"]
-FailureStatus = Literal["env_error", "env_timeout"]
-_STATUSES: dict[HowItFailed, FailureStatus] = {"error": "env_error", "timeout": "env_timeout"}
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,8 @@ class Reply:
 class Failure:
     """The end of an episode whose environment failed."""
 
-    status: FailureStatus
+    status: str
+    """"env_error" or "env_timeout"."""
     error: str
     seconds: float
 
@@ -74,8 +72,6 @@ class _LiveEpisode:
     worker: WorkerProcess
     used_s: float = 0.0
     """The seconds of its finished calls."""
-    worker_error: str = ""
-    """The reason why its worker ended between two calls; "" if it did not."""
 
 
 @dataclass
@@ -88,8 +84,6 @@ class _Call:
     location: str
     """What of the user's code is running, such as "reset()" or "tool 'add'", for reports."""
     start: float = field(default_factory=time.monotonic)
-    is_debugged: bool = False
-    """True after the call has reached a breakpoint: from then on it has no deadline."""
 
 
 class EnvironmentPool(ProcessPool):
@@ -99,8 +93,6 @@ class EnvironmentPool(ProcessPool):
     """
 
     _what = "environment"
-    # A worker's reply with messages of at most `max_chars` characters always fits into this.
-    _max_frame_bytes = 256 << 20
 
     def __init__(
         self,
@@ -120,7 +112,7 @@ class EnvironmentPool(ProcessPool):
         allow_workers(environment.num_workers, "environment.num_workers")
         super().__init__(
             "grpo_spmd.episodes.worker",
-            {"environment": asdict(environment), "max_chars": max_chars},
+            {"environment": environment, "max_chars": max_chars},
             rewards,
             log_file,
             check=check,
@@ -133,7 +125,6 @@ class EnvironmentPool(ProcessPool):
         self._facts: EnvironmentFacts | None = None
         self._waiting: deque[tuple[ConversationId, Fields]] = deque()
         self._live: dict[ConversationId, _LiveEpisode] = {}
-        self._idle: list[WorkerProcess] = []
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
         self._num_calls = 0
         self._warned = set[str]()
@@ -178,7 +169,7 @@ class EnvironmentPool(ProcessPool):
         Reply or a Failure."""
         calls = [call["function"]["name"] for call in message.get("tool_calls") or ()]
         location = f"tool {calls[0]!r:.100}" if calls else "step()"
-        self._send_call(conversation, "act", {"message": json.dumps(message)}, location)
+        self._send_call(conversation, "act", {"message": message}, location)
 
     def end(self, conversation: ConversationId, arguments: Fields) -> None:
         """Asks the worker for the episode's rewards.
@@ -186,18 +177,11 @@ class EnvironmentPool(ProcessPool):
         `arguments` are the arguments of a reward function, for this one completion.
         """
         columns = {name: [value] for name, value in arguments.items()}
-        # What the policy wrote is sent as a JSON string, in which nothing can be taken for a tagged
-        # value of the frame (nursery.encode_frame).
-        completion = {name: columns.pop(name, []) for name in ("completions", "completion_ids")}
-        message = {"columns": columns, "completion": json.dumps(completion)}
-        self._send_call(conversation, "end", message, "its rewards")
+        self._send_call(conversation, "end", {"columns": columns}, "its rewards")
 
     def release(self, conversation: ConversationId) -> None:
         """Ends an episode after its last call; its worker is free for the next one."""
-        episode = self._live.pop(conversation)
-        # A worker that has ended was removed from the pool already.
-        if not episode.worker_error:
-            self._idle.append(episode.worker)
+        del self._live[conversation]
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
@@ -206,7 +190,7 @@ class EnvironmentPool(ProcessPool):
         # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
         episode = self._live.pop(conversation, None)
-        if episode is not None and not episode.worker_error:
+        if episode is not None and episode.worker.number in self._workers:
             self._discard(episode.worker)
 
     def poll(self, timeout_s: float) -> list[tuple[ConversationId, Reply | Failure]]:
@@ -242,21 +226,26 @@ class EnvironmentPool(ProcessPool):
     def _extend_deadlines(self) -> None:
         """Extends the deadlines of agents by the time that they have waited for the engine."""
         for conversation, episode in self._live.items():
-            call: _Call | None = episode.worker.call
-            if call and not call.is_debugged and not episode.worker.has_hung_up:
+            worker = episode.worker
+            # A call that has reached a breakpoint has no deadline any more.
+            if worker.call and worker.deadline < math.inf and not worker.has_hung_up:
                 # An agent's call includes its waits for the engine, which must not count.
-                elapsed_s = time.monotonic() - call.start
+                elapsed_s = time.monotonic() - worker.call.start
                 remaining_s = self._config.timeout_s + self._engine_s(conversation) - elapsed_s
-                self._take_on(episode.worker, call, remaining_s)
+                self._take_on(worker, worker.call, remaining_s)
 
     def _dispatch(self) -> None:
         """Begins waiting episodes in idle workers, and in new ones up to `num_workers`."""
-        while self._waiting and (self._idle or len(self._workers) < self._config.num_workers):
+        while self._waiting:
+            taken = {episode.worker.number for episode in self._live.values()}
+            idle = [worker for worker in self._workers.values() if worker.number not in taken]
+            if not idle and len(self._workers) >= self._config.num_workers:
+                return
             conversation, message = self._waiting.popleft()
-            is_new = not self._idle
-            worker = self._spawn() if is_new else self._idle.pop()
+            worker = idle[0] if idle else self._spawn()
             self._live[conversation] = _LiveEpisode(worker)
             location = "rollout()" if message["access"] else "reset()"
+            is_new = not idle
             # An idle worker may have died. Then the episode waits for another worker.
             if not self._send_call(conversation, "begin", message, location, is_new_worker=is_new):
                 self._discard(self._live.pop(conversation).worker)
@@ -277,38 +266,25 @@ class EnvironmentPool(ProcessPool):
         caller may use another worker. Other failures become a Failure, and the result is True.
         """
         episode = self._live[conversation]
-        # The worker died between two calls, so the answer to this call is a failure.
-        if episode.worker_error:
-            del self._live[conversation]
-            self._replies.append((conversation, Failure("env_error", episode.worker_error, 0.0)))
-            return True
         # The serial number distinguishes the answer to this call from late or forged answers.
         self._num_calls += 1
         call = _Call(conversation, method, self._num_calls, location)
         fields = {"method": method, "serial": call.serial, **message}
-        frame = encode_frame(fields)
         seconds = max(self._config.timeout_s - episode.used_s, 0.0)
         # An agent's only call is its whole episode, so it has no deadline for a single call.
         if not message.get("access"):
             seconds = min(self._config.call_timeout_s, seconds)
         try:
-            self._give(episode.worker, call, frame, seconds)
+            self._give(episode.worker, call, fields, seconds)
         except OSError:
             # The worker has died, or did not read its socket in time.
             if method == "begin" and not is_new_worker:
                 return False
-            self._fail(
-                episode.worker,
-                "error",
-                "does not take a call: its process has ended, or is stopped",
-            )
+            if episode.worker.number in self._workers:
+                self._discard(episode.worker)
+            reason = "does not take a call: its process has ended, or is stopped"
+            self._failed(episode.worker, call, "error", reason)
         return True
-
-    def _take(self, worker: WorkerProcess, reply: Fields) -> None:
-        """Handles one message of a worker, and notes if its call has reached a breakpoint."""
-        if "breakpoint" in reply and worker.call:
-            worker.call.is_debugged = True
-        super()._take(worker, reply)
 
     def _seconds(self, call: _Call) -> float:
         """Returns the seconds since the call began, without an agent's waits for the engine."""
@@ -364,27 +340,21 @@ class EnvironmentPool(ProcessPool):
         except ValueError as error:
             self._fail(worker, "error", f"sent a malformed reply: {error!s:.300}")
             return
-        self._release(worker)
         # Time at a breakpoint does not count against the episode's deadline.
-        if not call.is_debugged:
+        if worker.deadline < math.inf:
             self._live[call.conversation].used_s += seconds
+        self._release(worker)
         self._replies.append((call.conversation, Reply(call.method, fields, seconds)))
 
     def _failed(
         self, worker: WorkerProcess, call: _Call | None, kind: HowItFailed, reason: str
     ) -> None:
         """Adds a Failure for `poll` to return, now or at the next call of the worker's episode."""
-        if worker in self._idle:
-            self._idle.remove(worker)
+        # If the worker ended between two calls, the next call of its episode reports the failure.
         if call:
             self._live.pop(call.conversation, None)
-            failure = Failure(_STATUSES[kind], f"{call.location} {reason}", self._seconds(call))
+            failure = Failure(f"env_{kind}", f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))
-            return
-        # The worker ended between two calls: the next call of its episode reports the failure.
-        for episode in self._live.values():
-            if episode.worker is worker:
-                episode.worker_error = f"its process ended between two calls: {reason}"
 
     def _too_long(self, worker: WorkerProcess) -> str:
         return (

@@ -103,7 +103,7 @@ class ReplyParser:
         """
         begins = [match.start() for match in self._call_begin.finditer(text)]
         message: Message = {}
-        calls: list[Fields] = []
+        calls = []
         num_invalid = 0
         # The text before the first call, which may have thinking and content.
         try:

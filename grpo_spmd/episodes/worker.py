@@ -12,16 +12,20 @@ import json
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
-from grpo_spmd.episodes.agent import AgentDriver
-from grpo_spmd.episodes.gym import GymDriver
-from grpo_spmd.episodes.shipped.catalog import Factory, shipped_factory
-from grpo_spmd.episodes.trl import TrlDriver, check_class, checked_schema, class_schemas
+from grpo_spmd.config.schema import EnvironmentConfig
+from grpo_spmd.episodes.drivers import (
+    AgentDriver,
+    GymDriver,
+    TrlDriver,
+    check_class,
+    checked_schema,
+    class_schemas,
+)
+from grpo_spmd.episodes.shipped import shipped_factory
 from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import Modules, load_named
 from grpo_spmd.rewards.pool.nursery import Answer, Worker, run_nursery
@@ -38,11 +42,11 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
 
     Raises ConfigError.
     """
-    config = EnvironmentConfig(**setup["environment"])
+    config = setup["environment"]
     # Shared, so that each file is imported once. Otherwise an environment would not be an instance
     # of the class that a reward function from the same file knows.
     modules: Modules = {}
-    rewards = load_rewards([RewardConfig(**reward) for reward in setup["rewards"]], modules=modules)
+    rewards = load_rewards(setup["rewards"], modules=modules)
     # For each name in `takes`, `call_reward` passes an argument of its own: None for
     # `environments`. Here the environment is passed as a column, so the name is removed.
     rewards = [
@@ -80,9 +84,9 @@ def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
         return AgentDriver(load_named(config.agent, "environment.agent", "function", modules))
     if config.gym:
         return GymDriver(load_named(config.gym, "environment.gym", "Class", modules))
-    tools: dict[str, Callable[..., Any]] = {}
-    helpers: list[Factory] = []
-    schemas: list[Fields] = []
+    tools = {}
+    helpers = []
+    schemas = []
     for number, spec in enumerate(config.tools):
         key = f"environment.tools.{number}"
         factory = shipped_factory(spec)
@@ -97,8 +101,8 @@ def _load_driver(config: EnvironmentConfig, modules: Modules) -> Driver:
         tools[name] = tool
         schemas.append(checked_schema(tool, key))
     specs = config.factory if isinstance(config.factory, Mapping) else {"": config.factory}
-    factories: dict[str, Factory] = {}
-    reward_names: list[str] = []
+    factories = {}
+    reward_names = []
     for name, spec in specs.items():
         key = f"environment.factory.{name}" if name else "environment.factory"
         factories[name] = shipped_factory(spec) or load_named(spec, key, "Class", modules)
@@ -152,15 +156,11 @@ def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
         return {"tools": [], **driver.begin(row)}
     assert not isinstance(driver, AgentDriver), "an agent's episode is one call"
     if message["method"] == "act":
-        return driver.act(json.loads(message["message"]))
+        return driver.act(message["message"])
     # The environment's own rewards come first, then the rewards that look at environments.
     values = {name: as_reward(value) for name, value in driver.end().items()}
     lost = ""
-    columns = {
-        **message["columns"],
-        **json.loads(message["completion"]),
-        "environments": [driver.environment],
-    }
+    columns = {**message["columns"], "environments": [driver.environment]}
     for reward in rewards:
         reply = call_reward(reward, columns)
         if "broken" in reply:

@@ -8,7 +8,6 @@ columns (the data set's right answers).
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import re
 import sys
@@ -25,14 +24,14 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.data.rows import PromptRow
-from grpo_spmd.rewards.trl import callable_name, unwrap_partial
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.trl import Function, callable_name, unwrap_partial
 from grpo_spmd.rewards.verifiers import countdown_task, parse_tests, values_in
 
 # Stands in RewardConfig.function where "file.py:function" has the file.
 PYTHON_MARK = "<python>:"
 # The modules of users' files that were run, by absolute path.
 Modules = dict[str, types.ModuleType]
-Function = Callable[..., Any]
 # Functions given to grpo_spmd.run, by their specs.
 _registered: dict[str, Function] = {}
 # Matches the beginning of a number as verifiers.last_number reads it.
@@ -180,26 +179,35 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
 
     Raises ConfigError for a function that cannot be pickled.
     """
-    content: dict[str, bytes] = {}
+    content = {}
     for index, reward in enumerate(rewards):
         spec = reward.function or ""
         if not spec.startswith(PYTHON_MARK):
             continue
         entry = f"rewards.{index}"
         function = registered_function(spec, entry)
-        with _unknown_module_by_value(function):
-            try:
-                content[spec] = cloudpickle.dumps(function)
-            # PicklingError, TypeError, or whatever a user's __reduce__ raises.
-            except Exception as error:
-                name = spec.rpartition(":")[2]
-                message = str(error).partition("\n")[0]
-                raise ConfigError(
-                    f"{entry}: {name} cannot be handed to the processes that score "
-                    f"({type(error).__name__}: {message}); create the object that it uses inside "
-                    "the function"
-                ) from None
+        try:
+            content[spec] = pack(function)
+        # PicklingError, TypeError, or whatever a user's __reduce__ raises.
+        except Exception as error:
+            name = spec.rpartition(":")[2]
+            message = str(error).partition("\n")[0]
+            raise ConfigError(
+                f"{entry}: {name} cannot be handed to the processes that score "
+                f"({type(error).__name__}: {message}); create the object that it uses inside the "
+                "function"
+            ) from None
     return content
+
+
+def pack(message: Any) -> bytes:
+    """Returns a message to a process that this one has started, pickled."""
+    return bytes(cloudpickle.dumps(message))
+
+
+def unpack(packed: bytes) -> Any:
+    """Returns the message that the parent of this process has packed."""
+    return cloudpickle.loads(packed)
 
 
 def unpack_functions(content: Mapping[str, bytes]) -> None:
@@ -207,33 +215,7 @@ def unpack_functions(content: Mapping[str, bytes]) -> None:
 
     Raises whatever their imports raise.
     """
-    _registered.update({spec: cloudpickle.loads(packed) for spec, packed in content.items()})
-
-
-@contextlib.contextmanager
-def _unknown_module_by_value(function: Function) -> Iterator[None]:
-    """Has cloudpickle send the function's module by value, within the block, if other processes
-    cannot import it.
-
-    A notebook tool, for instance, may have created a module that exists in this process only.
-    """
-    inner = inspect.unwrap(unwrap_partial(function))
-    name = getattr(inner, "__module__", None) or type(inner).__module__
-    module = sys.modules.get(name)
-    if module is None or name == "__main__" or _can_be_imported(name):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _can_be_imported(name: str) -> bool:
-    """Returns True if Python finds the top-level package of a module by its name."""
-    top = name.partition(".")[0]
-    return top in sys.stdlib_module_names or machinery.PathFinder.find_spec(top) is not None
+    _registered.update({spec: unpack(packed) for spec, packed in content.items()})
 
 
 # Checks of the gold columns. In a row without a usable gold value, every completion's reward is
@@ -258,7 +240,7 @@ def check_gold(
         find_gold, kind, column = _GOLD[config.name]
         for option in ("column", "tests_column"):
             column = config.args.get(option, column)
-        unusable: list[tuple[PromptRow, Any]] = []
+        unusable = []
         for row in rows:
             # Looked up as a value inside a column "", so that `column` may have dots and gives None
             # if the row lacks it.
@@ -287,11 +269,11 @@ def check_gold(
         yield f"{message}: their completions get no reward, and are left out"
 
 
-def _is_answer(gold: Any, _: Mapping[str, Any]) -> bool:
+def _is_answer(gold: Any, _: Fields) -> bool:
     return not (gold is None or isinstance(gold, list | dict))
 
 
-def _find_number(gold: Any, _: Mapping[str, Any]) -> Any:
+def _find_number(gold: Any, _: Fields) -> Any:
     text = str(gold)
     # Search behind "####" first: most solutions end with "#### 42", and searching 100,000 whole
     # solutions takes seconds.
@@ -300,7 +282,7 @@ def _find_number(gold: Any, _: Mapping[str, Any]) -> Any:
 
 # By shipped reward: (function of a row's gold value and its columns that is truthy if the verifier
 # can use the value, what messages call such a value, the default column).
-_GOLD: dict[str, tuple[Callable[[Any, Mapping[str, Any]], Any], str, str]] = {
+_GOLD: dict[str, tuple[Callable[[Any, Fields], Any], str, str]] = {
     "code": (lambda gold, _: parse_tests(gold), "test", "tests"),
     "countdown": (lambda gold, row: countdown_task(row.get("nums"), gold), "task", "target"),
     "exact": (_is_answer, "text", "answer"),

@@ -38,7 +38,7 @@ import os
 import re
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ import msgspec
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import (
     PYTHON_MARK,
     Modules,
@@ -56,6 +57,7 @@ from grpo_spmd.rewards.sandbox.sandbox import SandboxError, check_isolation
 from grpo_spmd.rewards.trl import (
     CALL_COLUMNS,
     EXTRA_ARGUMENTS,
+    Function,
     RewardError,
     callable_name,
     unwrap_partial,
@@ -84,7 +86,7 @@ class RewardFacts:
 class Reward(RewardFacts):
     """A reward and its function, as a worker process has it."""
 
-    function: Callable[..., Any]
+    function: Function
     # If True, the function takes `environments`, and is called in the environments' processes.
     looks_at_environments: bool = False
 
@@ -103,7 +105,7 @@ def load_rewards(
     `variables` are the environment variables from which `headers_env` takes values.
     Raises ConfigError for a function that does not exist, wrong arguments, or a repeated name.
     """
-    rewards: list[Reward] = []
+    rewards = []
     names: set[str] = set()
     for index, config in enumerate(configs):
         entry = f"rewards.{index}"
@@ -125,7 +127,7 @@ def load_rewards(
 def _load_server(config: RewardConfig, entry: str, variables: Mapping[str, str]) -> Reward:
     """Returns a reward whose function sends requests to the server of `config.url`."""
     # Imported here, so that a run without reward servers loads neither ssl nor an HTTP client.
-    from grpo_spmd.rewards.remote.servers import ServerFunction
+    from grpo_spmd.rewards.servers import ServerFunction
 
     function = ServerFunction(config, entry, variables)
     return Reward(
@@ -185,7 +187,7 @@ def check_error_rate(
     nothing has no statuses. Raises RewardError if the fraction of "error" and "timeout" together is
     at least `max_error_frac` for a function that is not in `watched`.
     """
-    metrics: dict[str, float] = {}
+    metrics = {}
     for name in dict.fromkeys(name for by_name in statuses for name in by_name):
         counts = Counter[str]()
         for by_name in statuses:
@@ -210,7 +212,7 @@ def check_error_rate(
 
 
 def _with_args(
-    name: str, function: Callable[..., Any], config: RewardConfig, entry: str, timeout_s: float
+    name: str, function: Function, config: RewardConfig, entry: str, timeout_s: float
 ) -> Reward:
     """Returns a Reward that calls `function` with the columns that it takes and the config's
     `args`.
@@ -218,6 +220,7 @@ def _with_args(
     `entry` names the reward in messages ("rewards.0"). Raises ConfigError if the function does not
     take the arguments that a reward is called with, or not these `args`.
     """
+    args = config.args
     is_shipped = config.function is None
     label = name if is_shipped else callable_name(function)
     parameters = _callable_parameters(function, f"{entry}.function: {label}")
@@ -228,26 +231,25 @@ def _with_args(
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and n[0] != "_"
     }
     required = [n for n, p in named.items() if p.default is p.empty]
-    options = list(named)
-    takes: list[str] = []
+    takes = []
+    columns = []
     if is_shipped:
         # The keyword-only parameters of a shipped reward are its options, all others are columns.
         options = [n for n, p in named.items() if p.kind is p.KEYWORD_ONLY]
-        missing = [n for n in required if n in options and n not in config.args]
+        _check_args(f"{entry}.args", label, args, options)
+        missing = [n for n in required if n in options and n not in args]
         if missing:
             raise ConfigError(f"{entry}.args: {name} needs {missing[0]!r}")
-    else:
-        takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
-        # `environments` is passed only if it is required: in the reward pool it is always None.
-        takes += [n for n in required if n == "environments"]
-    _check_args(f"{entry}.args", label, config.args, options)
-    args = config.args
-    needs = tuple(n for n in required if n not in (*args, *CALL_COLUMNS, *takes))
-    if is_shipped:
         _check_values(f"{entry}.args", args, function)
         # An option such as `column` names a column, or "column.key" for a value inside it.
         columns = [n for n in options if n.endswith("column")]
-        needs += tuple(args.get(n, named[n].default).partition(".")[0] for n in columns)
+    else:
+        _check_args(f"{entry}.args", label, args, named)
+        takes = [n for n in EXTRA_ARGUMENTS if takes_any or n in parameters]
+        # `environments` is passed only if it is required: in the reward pool it is always None.
+        takes += [n for n in required if n == "environments"]
+    needs = [n for n in required if n not in (*args, *CALL_COLUMNS, *takes)]
+    needs += [args.get(n, named[n].default).partition(".")[0] for n in columns]
     if function is run_tests:
         try:
             if args.get("isolation") != "none":
@@ -269,23 +271,20 @@ def _with_args(
             f"{entry}: {label} takes environments, so it is called in their processes, "
             "where no limits of calls apply; take timeout_s and max_* out"
         )
-    # Each run of model-written code may use up its time limit; one call for a whole group would
-    # need the sum of these limits. And call limits count each completion as a call.
-    has_limits = config.max_concurrent is not None or config.max_per_minute is not None
     return Reward(
         name=name,
         weight=config.weight,
-        needs=needs,
+        needs=tuple(needs),
         takes=tuple(takes),
-        one_at_a_time=function is run_tests or has_limits,
+        # Each run of model-written code may use up its time limit; one call for a whole group would
+        # need the sum of these limits. And call limits count each completion as a call.
+        one_at_a_time=function is run_tests or bool(config.max_concurrent or config.max_per_minute),
         function=call,
         looks_at_environments=looks_at_environments,
     )
 
 
-def _callable_parameters(
-    function: Callable[..., Any], label: str
-) -> Mapping[str, inspect.Parameter]:
+def _callable_parameters(function: Function, label: str) -> Mapping[str, inspect.Parameter]:
     """Returns the parameters of a reward function.
 
     Raises ConfigError if it cannot be called by keywords alone, takes neither `completions` nor
@@ -330,7 +329,7 @@ def _check_args(key: str, label: str, args: Collection[str], options: Collection
             raise ConfigError(f"{key}: {label} does not take {name!r}{hint}")
 
 
-def _check_values(key: str, args: Mapping[str, Any], function: Callable[..., Any]) -> None:
+def _check_values(key: str, args: Fields, function: Function) -> None:
     """Raises ConfigError for an option of a shipped reward whose value has the wrong type."""
     hints = typing.get_type_hints(function, include_extras=True)
     for name, value in args.items():

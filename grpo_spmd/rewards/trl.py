@@ -25,8 +25,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_spmd.records import Fields
+
 CALL_COLUMNS = ("prompts", "completions", "completion_ids")
 EXTRA_ARGUMENTS = ("trainer_state", "log_metric", "log_extra")
+# A function of the user, or another callable.
+Function = Callable[..., Any]
 # Counts by reward, then by status or kind of failure.
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (the sum of each call's values, the number of values in all calls).
@@ -134,7 +138,7 @@ class CallLog:
         else:
             self.left_out[f"the column name {column!r:.100}"] = None
 
-    def reply(self) -> dict[str, Any]:
+    def reply(self) -> Fields:
         """Returns the log as fields of the worker's reply to the pool, leaving out empty ones.
 
         Raises BrokenContractError if a column does not have one value for each completion.
@@ -187,7 +191,7 @@ def as_reward(value: Any) -> float | str | None:
     return number if abs(number) <= MAX_REWARD else f"returned {number}, beyond {MAX_REWARD:g}"
 
 
-def limit_names(by_name: Mapping[str, Any]) -> dict[str, Any]:
+def limit_names(by_name: Mapping[str, Any]) -> Fields:
     """Returns at most _MAX_NAMES entries of `by_name`, those whose names come first in the
     alphabet.
 
@@ -239,7 +243,7 @@ def retried_fracs(
     completions of a group, the values that it returned for single ones are wrong. The failures of
     `watched` rewards do not stop the run.
     """
-    metrics: dict[str, float] = {}
+    metrics = {}
     for name, counts in statuses.items():
         failures = retried.get(name, {})
         num_retried = sum(failures.values())
@@ -255,14 +259,14 @@ def retried_fracs(
     return metrics
 
 
-def unwrap_partial(function: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap_partial(function: Function) -> Function:
     """Returns the function inside nested functools.partial objects."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
-def callable_name(function: Callable[..., Any]) -> str:
+def callable_name(function: Function) -> str:
     """Returns a function's name, for a partial that of its function, for an object that of its
     class."""
     function = unwrap_partial(function)
@@ -272,7 +276,7 @@ def callable_name(function: Callable[..., Any]) -> str:
 # The functions below merge what reward functions logged with `log_metric`, over calls and ranks.
 
 
-def logged_in(notes: Iterable[Mapping[str, Any]]) -> Logged:
+def logged_in(notes: Iterable[Fields]) -> Logged:
     """Returns the values logged with `log_metric` in the given `notes` of ScoredRollouts."""
     logged: Logged = {}
     for note in notes:

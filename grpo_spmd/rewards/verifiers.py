@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.sandbox.sandbox import (
     Limits,
     each_within,
@@ -36,7 +37,7 @@ _MAX_EQUATION_CHARS = 256
 # Seconds of CPU time for one completion: if a library is busy with its text for longer, it is
 # wrong.
 _TEXT_S = 1.0
-Completion = str | list[dict[str, Any]]
+Completion = str | list[Fields]
 Completions = Sequence[Completion]
 Column = Sequence[Any]
 Scores = list[float | None]
@@ -210,9 +211,9 @@ def equal_by_math_verify(
     """
     parse = load_math_verify()
     texts = [completion_text(completion) for completion in completions]
-    scores: dict[int, float | None] = {}
+    scores = {}
     # For the completions that math-verify must compare: by index, the gold answer as sympy objects.
-    golds: dict[int, Any] = {}
+    golds = {}
     for number, (text, gold) in enumerate(zip(texts, values_in(columns, column), strict=True)):
         # The parser takes a bare "x^2" for prose, and \boxed{x^2} for an expression.
         parsed_gold = [] if gold is None else parse(f"\\boxed{{{gold}}}") or parse(str(gold))
@@ -324,7 +325,7 @@ def python_code(text: str) -> str:
     text is read line by line, since a regular expression may take very long for some texts.
     """
     # By language: the content of the last block.
-    blocks: dict[str, str] = {}
+    blocks = {}
     # The number of the line that opened a block, or 0 outside blocks.
     start = 0
     language = ""
@@ -343,7 +344,7 @@ def python_code(text: str) -> str:
     return blocks.get("python", blocks.get("", text))
 
 
-def parse_tests(entry: Any) -> list[str | dict[str, Any]]:
+def parse_tests(entry: Any) -> list[str | Fields]:
     """Returns the tests of a row as a list.
 
     `entry` is one test or a list of tests, or that as JSON. Raises ValueError for anything else.

@@ -7,7 +7,7 @@ texts of a pass can change a score's last bits). Several texts are *packed* into
 one forward pass.
 
 A judge is the policy in the run's vLLM engine. It reads a rubric with a completion in it, as
-rewards/remote/servers.py writes it. Its reply is decoded greedily, with the same weights that have
+rewards/servers.py writes it. Its reply is decoded greedily, with the same weights that have
 sampled the completion. The score is on the last line of the reply.
 """
 
@@ -46,8 +46,8 @@ from grpo_spmd.model.values import RewardModel, build_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
 from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
-from grpo_spmd.rewards.remote.client import UnexpectedError
-from grpo_spmd.rewards.remote.servers import Judge, assistant_text
+from grpo_spmd.rewards.client import UnexpectedError
+from grpo_spmd.rewards.servers import Judge, assistant_text
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 

@@ -36,8 +36,8 @@ from grpo_spmd.proofs.gradient_check import (
     UpdateCheckSettings,
 )
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
+from grpo_spmd.rewards.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError, RewardError
 from grpo_spmd.signals.teacher import (
     RequestFor,

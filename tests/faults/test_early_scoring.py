@@ -178,10 +178,10 @@ def test_how_workers_died_is_heard_of_all_at_once(pools: Callable[..., RewardPoo
     for _ in range(3):  # long steps: longer than a word of how one died is waited for
         pool.poll()
         time.sleep(1.1)
-    assert {reason.removeprefix("reward 'one' ") for reason in pool._current.errors(0)} == {
+    assert {reason.removeprefix("reward 'one' ") for reason in pool._current.errors(0)[0]} == {
         "died of SIGSEGV"
     }
-    assert len(pool._current.errors(0)) == 3
+    assert len(pool._current.errors(0)[0]) == 3
 
 
 def test_a_long_step_of_the_engine_is_not_a_calls_time(tmp_path: Path) -> None:

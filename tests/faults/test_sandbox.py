@@ -4,7 +4,6 @@ nothing runs."""
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -24,7 +23,6 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rewards.sandbox import sandbox
 from grpo_spmd.rewards.sandbox.sandbox import (
     Jail,
     Limits,
@@ -448,26 +446,6 @@ print(10 <= started <= 64)
 
 def test_a_hundred_megabytes_of_output_are_not_kept() -> None:
     assert _ends("import sys\nwhile True: sys.stdout.write('x' * 100_000_000)") is None
-
-
-def test_what_a_killed_process_left_is_removed_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("grpo_code_left", "grpo_code_used", "other"):
-        (tmp_path / name / "below").mkdir(parents=True)
-        os.utime(tmp_path / name, (0, 0))
-    (tmp_path / "grpo_code_young").mkdir()
-    used = os.open(tmp_path / "grpo_code_used", os.O_RDONLY)
-    fcntl.flock(used, fcntl.LOCK_EX)
-    sandbox._remove_left_behind.cache_clear()
-    assert passes_program_test("print(1)", "", "1", LIMITS)
-    os.close(used)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "grpo_code_used",
-        "grpo_code_young",
-        "other",
-    ]
 
 
 def test_the_scratch_folder_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.demo.countdown import make_demo, make_teacher, make_tokenizer
-from grpo_spmd.demo.reward_model import make_reward_model
+from grpo_spmd.demo.countdown import make_demo, make_reward_model, make_teacher, make_tokenizer
 from grpo_spmd.distributed import startup
 from tests.support.dumps import dumped
 from tests.support.processes import ROOT

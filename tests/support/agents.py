@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_spmd.episodes.chat_format import TemplateError
-from grpo_spmd.episodes.conversation_tree import ConversationTree
+from grpo_spmd.episodes.conversations import ConversationTree
 from grpo_spmd.episodes.endpoint import Call, Endpoint
 from grpo_spmd.records import Segment, Turn
 

@@ -50,13 +50,13 @@ ROOM_TOKENS = {
     "records": 1_880,
     "distributed": 15_400,
     "data": 9_250,
-    "rewards": 29_520,
+    "rewards": 28_200,
     "model": 29_000,
     "learn": 19_750,
     "proofs": 19_150,
     "observe": 21_250,
     "engine": 22_250,
-    "episodes": 25_000,
+    "episodes": 23_920,
     "rollout": 10_000,
     "checkpoint": 10_150,
     "diagnosis": 11_250,
@@ -65,12 +65,12 @@ ROOM_TOKENS = {
     "parts": 4_150,
     "loop": 800,
     "train": 600,
-    "demo": 5_600,
+    "demo": 5_420,
     "tools": 54_200,
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 229
+MOST_FILES = 225
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25

@@ -17,11 +17,10 @@ import pytest
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import EvalConfig
-from grpo_spmd.episodes.agent import AgentDriver
-from grpo_spmd.episodes.conversation_tree import ConversationTree
+from grpo_spmd.episodes.conversations import ConversationTree, EpisodeLimits
+from grpo_spmd.episodes.drivers import AgentDriver
 from grpo_spmd.episodes.endpoint import Call, Endpoint
-from grpo_spmd.episodes.episodes import AgentEpisodes
-from grpo_spmd.episodes.open_episode import EpisodeLimits
+from grpo_spmd.episodes.environments import AgentEpisodes
 from grpo_spmd.episodes.openai_api import ApiError
 from grpo_spmd.records import Completion, Prompt
 from grpo_spmd.rewards.trl import BrokenContractError

@@ -14,8 +14,7 @@ import pytest
 
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.conversation_tree import ConversationTree, TurnAnswer
-from grpo_spmd.episodes.open_episode import EpisodeLimits
+from grpo_spmd.episodes.conversations import ConversationTree, EpisodeLimits, TurnAnswer
 from grpo_spmd.episodes.openai_api import ApiError, completion_body, read_request
 from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.observe.rollout_record import episode_fields, read_episode
@@ -346,10 +345,10 @@ def test_limits_refuse_with_codes_that_say_which() -> None:
     contexts = _contexts(chat, max_all_tokens=30)
     answer = _turn(contexts, chat, [user], "abc")  # a segment of 9
     # one that goes on from it is it, and longer: 9 + 5 are there
-    assert contexts.begin(_wired([user, answer, *on]), []).max_tokens == 30 - 14
-    with pytest.raises(
-        ApiError
-    ) as refused:  # another has no room beside it: it may get all that is left
+    longer = contexts.begin(_wired([user, answer, *on]), [])
+    assert longer.max_tokens == 30 - 14
+    contexts.finish(longer, _completion(chat, "a" * 15))  # and its end: all that is left
+    with pytest.raises(ApiError) as refused:  # another has no room beside it
         contexts.begin(_wired([user]), [])
     assert (refused.value.code, contexts.status) == ("episode_max_all_tokens", "context_overflow")
 

@@ -24,10 +24,10 @@ from grpo_spmd.engine.requests import GenerationHooks, Request
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.hf_files import load_tokenizer
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.client import UnexpectedError
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rewards.remote.client import UnexpectedError
-from grpo_spmd.rewards.remote.servers import check_calls
 from grpo_spmd.rewards.scorers import Scorers
+from grpo_spmd.rewards.servers import check_calls
 from grpo_spmd.rollout import reward_models as engine_judge
 from grpo_spmd.rollout.reward_models import EngineJudge, EngineJudges
 from tests.support.models import make_model, write_config

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.gym import GymDriver, read_step
-from grpo_spmd.episodes.trl import TrlDriver
+from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
+from grpo_spmd.episodes.drivers import GymDriver, TrlDriver, read_step
 from grpo_spmd.episodes.worker import load
 from grpo_spmd.rewards.named import Modules, load_named
 
@@ -187,8 +187,10 @@ def test_a_reward_that_looks_at_environments_has_none_to_look_at_with_an_agent(
         "def judge(completions, environments): return []\n"
     )
     setup = {
-        "environment": {"agent": f"{file}:rollout"}, "rewards": [{"function": f"{file}:judge"}], "max_chars": 9,  # noqa: E501
-    }  # fmt: skip
+        "environment": EnvironmentConfig(agent=f"{file}:rollout"),
+        "rewards": [RewardConfig(function=f"{file}:judge")],
+        "max_chars": 9,
+    }
     with pytest.raises(
         ConfigError,
         match=r"environment.agent: reward 'judge' takes `environments`, and an agent has",

@@ -117,7 +117,7 @@ def test_what_works_is_not_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("env.py").write_text(source)
-    load({"environment": vars(EnvironmentConfig(**settings)), "rewards": [], "max_chars": 9})
+    load({"environment": EnvironmentConfig(**settings), "rewards": [], "max_chars": 9})
 
 
 def test_the_command_ends_with_2_and_runs_the_file_in_a_process_of_its_own(

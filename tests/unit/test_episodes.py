@@ -31,9 +31,8 @@ from grpo_spmd.config.schema import (
 from grpo_spmd.demo.tools import make_tokenizer
 from grpo_spmd.engine.requests import ConversationId, Later, Request
 from grpo_spmd.episodes.chat_format import ChatFormat
-from grpo_spmd.episodes.environments import EnvironmentScorer
-from grpo_spmd.episodes.episodes import Episodes
-from grpo_spmd.episodes.open_episode import EpisodeLimits
+from grpo_spmd.episodes.conversations import EpisodeLimits
+from grpo_spmd.episodes.environments import EnvironmentScorer, Episodes
 from grpo_spmd.episodes.pool import EnvironmentPool
 from grpo_spmd.learn.contexts import find_episode_error
 from grpo_spmd.learn.sampled_step import StepRules, _Rank0Step, episode_metrics

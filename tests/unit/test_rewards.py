@@ -20,7 +20,14 @@ from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.pool.worker import call_reward
 from grpo_spmd.rewards.protocol import Reward, load_rewards
 from grpo_spmd.rewards.scorers import weighted_sum
-from grpo_spmd.rewards.trl import RewardError, limit_names, logged_in, mean_metrics, retried_fracs
+from grpo_spmd.rewards.trl import (
+    RewardError,
+    TrainerState,
+    limit_names,
+    logged_in,
+    mean_metrics,
+    retried_fracs,
+)
 from grpo_spmd.rewards.verifiers import SHIPPED
 
 
@@ -277,7 +284,7 @@ shaped = Shaped()
         "completion_ids": [[1]],
         "trainer_state": ["a column"],
     }
-    state = {"global_step": 3, "max_steps": 100, "epoch": 0.25}
+    state = TrainerState(global_step=3, max_steps=100, epoch=0.25)
     assert call_reward(_load(tmp_path, source, "shaped"), keywords, state) == {"values": [103.25]}
 
 

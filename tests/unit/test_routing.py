@@ -26,8 +26,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError
 from grpo_spmd.engine.routes import with_routes_if_possible
-from grpo_spmd.episodes.conversation_tree import ConversationTree
-from grpo_spmd.episodes.open_episode import EpisodeLimits, OpenEpisode
+from grpo_spmd.episodes.conversations import ConversationTree, EpisodeLimits, OpenEpisode
 from grpo_spmd.learn.assemble import (
     decode_rollouts,
     encode_rollouts,
@@ -396,7 +395,9 @@ def test_an_episode_keeps_the_routes_of_each_first_reading() -> None:
         if number < 3:
             episode.add_answer({**answer, "messages": [message]}, chat)
     episode.status = "ok"
-    first, second = episode.episode({}, []).segments
+    record = episode.completion({}, [], has_tools=False).episode
+    assert record is not None
+    first, second = record.segments
     assert first.token_ids.tolist() == [1, 2, 3, 4, 5, 9, 8]
     assert first.routes is not None
     assert first.routes.flatten().tolist() == [1, 1, 1, 1, 2, 2]

@@ -30,9 +30,9 @@ from grpo_spmd.learn.contexts import row_contexts
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.logprobs import MIN_LOGPROB
 from grpo_spmd.records import Rollout, Segment, TeacherSignal
+from grpo_spmd.rewards.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.pool import call_limits
 from grpo_spmd.rewards.pool.call_limits import CallLimits
-from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.trl import FailedCallError
 from grpo_spmd.signals.served_teacher import compact_answer, rest_logprob
 from grpo_spmd.signals.teacher import TeacherRequest, teacher_contexts

@@ -13,10 +13,17 @@ import pytest
 import transformers
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.episodes.shipped import catalog, search
-from grpo_spmd.episodes.shipped.catalog import Countdown, PythonTool, SandboxDown, shipped_factory
-from grpo_spmd.episodes.shipped.search import Search, index_of, match_expression
-from grpo_spmd.rewards.sandbox.cells import Head
+from grpo_spmd.episodes import shipped
+from grpo_spmd.episodes.shipped import (
+    Countdown,
+    PythonTool,
+    SandboxDown,
+    Search,
+    index_of,
+    match_expression,
+    shipped_factory,
+)
+from grpo_spmd.rewards.sandbox.jail import Head
 from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, Session
 
 
@@ -102,7 +109,7 @@ def test_what_ends_the_interpreter_or_never_ends_says_so_and_the_next_call_has_a
 ) -> None:
     python.python("gone = 1")
     with monkeypatch.context() as patched:
-        patched.setattr(catalog, "_CALL_S", 0.3)
+        patched.setattr(shipped, "_CALL_S", 0.3)
         assert python.python(code).startswith("[ended: ")
     assert "NameError" in python.python("gone")
 
@@ -148,7 +155,7 @@ def test_a_sandbox_that_fails_is_not_shown_to_the_policy_as_its_own_error(
         raise OSError("no more processes")
 
     tool = PythonTool("none")
-    monkeypatch.setattr(catalog, "Session", fails)
+    monkeypatch.setattr(shipped, "Session", fails)
     with pytest.raises(SandboxDown, match="no more processes"):
         tool.python("1")
     assert not issubclass(SandboxDown, Exception)
@@ -160,7 +167,7 @@ def test_a_machine_that_cannot_shut_code_in_is_told_of_at_the_start(
     def fails() -> None:
         raise SandboxError("no walls here")
 
-    monkeypatch.setattr(catalog, "check_sandbox", fails)
+    monkeypatch.setattr(shipped, "check_sandbox", fails)
     with pytest.raises(ConfigError, match="the tool python: no walls here"):
         shipped_factory("python")
 
@@ -237,7 +244,7 @@ def test_a_search_that_takes_too_long_says_so(
         "".join(json.dumps({"title": str(i), "text": f"word {i}"}) + "\n" for i in range(5000))
     )
     tool = Search(corpus)
-    monkeypatch.setattr(search, "_SEARCH_S", -1.0)
+    monkeypatch.setattr(shipped, "_SEARCH_S", -1.0)
     with pytest.raises(ValueError, match="use rarer words"):
         tool.search("word")
 
@@ -248,7 +255,7 @@ def test_an_index_is_made_once_and_again_for_another_text(
     initial = index_of(corpus)
     assert initial.parent.stat().st_mode & 0o077 == 0
     with monkeypatch.context() as patched:
-        patched.setattr(search, "_make_index", lambda *_: pytest.fail("made again"))
+        patched.setattr(shipped, "_make_index", lambda *_: pytest.fail("made again"))
         assert index_of(corpus) == initial
     corpus.write_text(json.dumps({"title": "New", "text": "fish"}) + "\n")
     assert Search(corpus).search("fish") == "[1] New\nfish"

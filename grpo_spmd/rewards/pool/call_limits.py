@@ -20,7 +20,7 @@ import math
 import random
 import time
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -74,8 +74,6 @@ class _Limit:
     num_failed: int = 0
     first_reason: str = ""
     paused_until: float = -math.inf
-    # True from the beginning of a pause until a probe has succeeded.
-    is_probing: bool = False
     # The call that tries the server after a pause, once it has started.
     probe: Call | None = None
     has_given_up: bool = False
@@ -84,6 +82,11 @@ class _Limit:
     def ready_at(self) -> float:
         """The earliest time at which `interval_s` and a pause let a call start."""
         return max(self.next_start, self.paused_until)
+
+    @property
+    def is_probing(self) -> bool:
+        """True from the beginning of a pause until a call has succeeded."""
+        return self.config.url is not None and self.num_failed >= _MAX_FAILURES_IN_A_ROW
 
     def can_start(self, now_s: float) -> bool:
         """Returns True if a call may start now."""
@@ -110,8 +113,6 @@ class CallLimits:
             )
             for reward in rewards
         ]
-        # When waiting retries may start.
-        self._retry_times: list[float] = []
         self._random = random.Random()
         # False while the engine still samples, so that a pause delays nothing.
         self._is_waited_for = True
@@ -123,10 +124,7 @@ class CallLimits:
             limit.num_running = 0
             limit.num_failed = 0
             limit.paused_until = -math.inf
-            limit.is_probing = False
-            limit.probe = None
             limit.has_given_up = False
-        self._retry_times.clear()
 
     def wait_for_all(self) -> None:
         """Must be called when the caller begins to do nothing but wait for the calls."""
@@ -161,14 +159,14 @@ class CallLimits:
                 return started
         return None
 
-    def wait_s(self) -> float:
-        """Returns the seconds until the next limit, pause or retry time ends, at most 0.5.
+    def wait_s(self, calls: Iterable[Call]) -> float:
+        """Returns the seconds until one of `calls` may be able to start, at most 0.5.
 
         The caller waits that long for answers before it calls take_next() again.
         """
         now_s = time.monotonic()
-        self._retry_times = [at for at in self._retry_times if at > now_s]
-        times = [*self._retry_times, *(limit.ready_at for limit in self._limits)]
+        times = [limit.ready_at for limit in self._limits]
+        times += [call.not_before for call in calls]
         return min([_MAX_WAIT_S, *(at - now_s for at in times if at > now_s)])
 
     def put_back(self, call: Call) -> Call:
@@ -185,23 +183,16 @@ class CallLimits:
         limit.num_running -= 1
         if outcome == "ok":
             limit.num_failed = 0
-            limit.is_probing = False
-            limit.probe = None
         elif outcome == "failed":
             if not limit.num_failed:
                 limit.first_reason = reason.partition("\n")[0]
             limit.num_failed += 1
             is_probe = call is limit.probe
-            is_down = (
-                limit.num_failed >= _MAX_FAILURES_IN_A_ROW
-                and not limit.is_probing
-                and limit.config.url is not None
-            )
+            is_down = limit.is_probing and limit.num_failed == _MAX_FAILURES_IN_A_ROW
             # The engine has finished, so another pause would make the whole run wait.
             if is_probe and self._is_waited_for:
                 limit.has_given_up = True
             elif is_probe or is_down:
-                limit.is_probing = True
                 limit.paused_until = time.monotonic() + _PAUSE_S
 
     def retry(self, call: Call, error: FailedCallError, seconds: float) -> Call:
@@ -213,9 +204,6 @@ class CallLimits:
         if error.status is not None:
             call = replace(call, statuses=(*call.statuses, error.status))
         limit = self._limits[call.reward]
-        attempts = f"asked {call.num_made} times"
-        if not error.may_retry or call.num_made > limit.config.retries:
-            return replace(call, error=f"{error} ({attempts})" if call.num_made > 1 else str(error))
         pause_s = error.wait_s
         if pause_s is None:
             # Full jitter (a uniformly random pause up to an exponentially growing one), so that not
@@ -223,15 +211,15 @@ class CallLimits:
             longest_s = min(_MAX_RETRY_S, _FIRST_RETRY_S * 2 ** (call.num_made - 1))
             pause_s = self._random.uniform(0, longest_s)
         spent_s = call.spent_s + seconds + pause_s
-        if spent_s >= limit.timeout_s:
-            reason = (
-                f"{error} ({attempts}; timeout_s={limit.timeout_s:g} leaves no time for another "
-                f"after {pause_s:.3g} s)"
-            )
-            return replace(call, error=reason)
-        retry_at = time.monotonic() + pause_s
-        self._retry_times.append(retry_at)
-        return replace(call, spent_s=spent_s, not_before=retry_at)
+        has_retries = error.may_retry and call.num_made <= limit.config.retries
+        if has_retries and spent_s < limit.timeout_s:
+            return replace(call, spent_s=spent_s, not_before=time.monotonic() + pause_s)
+        reason = str(error)
+        if has_retries:
+            reason += f" (timeout_s={limit.timeout_s:g} leaves no time for another request)"
+        elif call.num_made > 1:
+            reason += f" (asked {call.num_made} times)"
+        return replace(call, error=reason)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
         """Removes from `calls` those of rewards that were given up in this scoring.

@@ -9,15 +9,15 @@ becomes the parent of all processes that its workers leave behind. It reaps them
 them when the rank ends, even if the rank was killed.
 
 A worker serves one call at a time over its own socket. Each message is a *frame*: its length in
-four bytes, then JSON. A worker leads its own process group, so that one kill ends it together with
-the helper processes that the user's code started.
+four bytes, then its content. The rank's messages are pickled, since the worker is the rank's own
+child and gets them from nobody else; the workers' messages, into which the user's code may write
+anything, are JSON. A worker leads its own process group, so that one kill ends it together with the
+helper processes that the user's code started.
 """
 
 from __future__ import annotations
 
 import ctypes
-import datetime
-import decimal
 import json
 import os
 import pdb
@@ -34,87 +34,39 @@ from typing import Any, TextIO
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.processes import end_with_parent
-from grpo_spmd.rewards.named import unpack_functions
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.named import unpack, unpack_functions
 
 # A function of a worker that takes the message of a call and returns the reply.
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
+Answer = Callable[[Fields], Fields]
 # A function of the nursery that takes the pool's setup message and loads the user's code. It
 # returns facts for the pool, and a function that each worker calls to create its Answer.
-Load = Callable[[dict[str, Any]], tuple[Any, Callable[["Worker"], Answer]]]
+Load = Callable[[Fields], tuple[Any, Callable[["Worker"], Answer]]]
 
-MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
+MAX_ERROR_CHARS = 4000
+_MAX_FRAME_BYTES = 1 << 30
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
-# Types of parquet columns that JSON does not have, by name: (function to JSON, function back).
-_BEYOND_JSON: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
-    "bytes": (bytes.hex, bytes.fromhex),
-    "Decimal": (str, decimal.Decimal),
-    "datetime": (str, datetime.datetime.fromisoformat),
-    "date": (str, datetime.date.fromisoformat),
-    "time": (str, datetime.time.fromisoformat),
-    "timedelta": (
-        datetime.timedelta.total_seconds,
-        lambda seconds: datetime.timedelta(seconds=seconds),
-    ),
-}
-_TAG = "__grpo_spmd_type__"
 
 
-def encode_frame(message: dict[str, Any]) -> bytes:
-    """Returns a message as a frame: its length in four bytes, then JSON.
-
-    A value of a type in `_BEYOND_JSON` becomes a *tagged* JSON object, {_TAG: type, "value": ...}.
-    Raises TypeError for a value of any other type that JSON does not have.
-    """
-
-    def encode(value: Any) -> Any:
-        kind = type(value).__name__
-        if kind not in _BEYOND_JSON:
-            raise TypeError(
-                f"a value of type {kind} cannot be sent to a worker process; make it JSON in the "
-                "data"
-            )
-        return {_TAG: kind, "value": _BEYOND_JSON[kind][0](value)}
-
-    payload = json.dumps(message, default=encode).encode()
+def to_frame(payload: bytes) -> bytes:
+    """Returns a message as a frame: its length in four bytes, then the message."""
     return len(payload).to_bytes(4, "big") + payload
 
 
-def decode_frame(
-    buffer: bytearray, most_bytes: int = MAX_FRAME_BYTES, *, has_types: bool = True
-) -> dict[str, Any] | None:
+def take_frame(buffer: bytearray) -> bytes | None:
     """Removes one message from the front of `buffer` and returns it, or None if it is incomplete.
 
-    If `has_types`, tagged objects become values of the types in `_BEYOND_JSON`. Raises ValueError
-    if the bytes are not a message, or one of more than `most_bytes`.
+    Raises ValueError for one of more than a gibibyte.
     """
-    if len(buffer) < 4:
-        return None
     end = 4 + int.from_bytes(buffer[:4], "big")
-    if end > most_bytes:
+    if end > _MAX_FRAME_BYTES:
         raise ValueError("not a message of a worker")
-    if len(buffer) < end:
+    if len(buffer) < max(end, 5):
         return None
-    message = json.loads(buffer[4:end], object_hook=_decode_value if has_types else None)
+    message = bytes(buffer[4:end])
     del buffer[:end]
-    if not isinstance(message, dict):
-        raise ValueError("not a message of a worker")
     return message
-
-
-def _decode_value(value: dict[str, Any]) -> Any:
-    """Returns the value that `encode_frame` encoded as a tagged JSON object.
-
-    Returns any other JSON object unchanged.
-    """
-    if value.keys() != {_TAG, "value"}:
-        return value
-    try:
-        _, from_json = _BEYOND_JSON[value[_TAG]]
-        return from_json(value["value"])
-    # A tool call's arguments, written by the policy, may happen to look like a tagged value.
-    except (ArithmeticError, KeyError, TypeError, ValueError):
-        return value
 
 
 class _Debugger(pdb.Pdb):
@@ -150,7 +102,7 @@ class Worker:
             self._leave_terminal()
             self.say(reply)
 
-    def say(self, message: dict[str, Any]) -> None:
+    def say(self, message: Fields) -> None:
         """Sends a message to the pool.
 
         If the user's code forked, the child process, too, returns from that code to this method. It
@@ -158,16 +110,16 @@ class Worker:
         """
         if os.getpid() != self._pid:
             os._exit(0)
-        self._sock.sendall(encode_frame(message))
+        self._sock.sendall(to_frame(json.dumps(message).encode()))
 
-    def _receive(self) -> dict[str, Any] | None:
+    def _receive(self) -> Any:
         """Returns the next message, or None when the pool has closed the socket."""
-        while (message := decode_frame(self._buffer)) is None:
+        while (message := take_frame(self._buffer)) is None:
             chunk = self._sock.recv(1 << 20)
             if not chunk:
                 return None
             self._buffer += chunk
-        return message
+        return unpack(message)
 
     def _breakpoint(self, *_arguments: Any, **_options: Any) -> None:
         """Runs pdb for breakpoint() in the user's code.
@@ -220,9 +172,7 @@ class _Nursery:
         signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._end)
-        # prctl exists on Linux only.
-        with suppress(AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         end_with_parent(signal.SIGTERM, parent_pid)
 
     def run(self) -> None:
@@ -239,7 +189,7 @@ class _Nursery:
     def _serve(self) -> None:
         """Loads the user's code, then forks and kills workers when the pool tells it to."""
         with open(int(sys.argv[2]), "rb") as file:
-            setup: Any = decode_frame(bytearray(file.read()))
+            setup = unpack(file.read())
         sys.path[:] = setup["sys_path"]
         try:
             unpack_functions(setup["functions"])
@@ -349,7 +299,7 @@ class _Nursery:
                 return
             time.sleep(0.002)
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _tell(self, message: Fields) -> None:
         """Sends a message to the pool; ends the nursery if the rank is gone."""
         try:
             self._rank_socket.send(json.dumps(message).encode())
@@ -379,9 +329,8 @@ def _children() -> list[int]:
     """Returns the pids of this process's children."""
     # A kernel without CONFIG_PROC_CHILDREN has no such file.
     with suppress(OSError):
-        return [
-            int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        ]
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+        return [int(pid) for pid in children.split()]
     return []
 
 

@@ -15,16 +15,16 @@ import os
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 
 from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
-from grpo_spmd.records import RolloutGroup, ScoredRollouts
+from grpo_spmd.records import Fields, RolloutGroup, ScoredRollouts
+from grpo_spmd.rewards.named import pack
 from grpo_spmd.rewards.pool.call_limits import Call, CallLimits
-from grpo_spmd.rewards.pool.nursery import encode_frame
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess, allow_workers
 from grpo_spmd.rewards.protocol import RewardError, RewardFacts, check_error_rate
 from grpo_spmd.rewards.scorers import sum_rewards
@@ -68,12 +68,13 @@ class _Sample:
     """One completion to score. The keys of dicts are indices of rewards."""
 
     text: str
-    inputs: dict[str, Any]
-    """The keyword arguments of the reward functions."""
+    inputs: Fields
+    """The keyword arguments of reward functions, each for this completion: prompts, completions,
+    completion_ids, and all columns that the data sets, the rewards (`needs`) or the row have."""
     results: dict[int, _Result] = field(default_factory=dict)
     group_errors: dict[int, str] = field(default_factory=dict)
     """The errors of calls for the whole group, if this is the group's first completion."""
-    notes: defaultdict[str, dict[str, Any]] = field(default_factory=lambda: defaultdict(dict))
+    notes: defaultdict[str, Fields] = field(default_factory=lambda: defaultdict(dict))
     """Notes as in ScoredRollouts, by kind and name of the reward."""
 
 
@@ -208,7 +209,7 @@ class RewardPool(ProcessPool):
             while self._is_busy():
                 self._check()
                 self._dispatch()
-                self._listen(self._limits.wait_s())
+                self._listen(self._limits.wait_s(scoring.calls))
         finally:
             for worker in list(self._workers.values()):
                 # A call is still running only if an exception has ended the scoring.
@@ -258,19 +259,19 @@ class RewardPool(ProcessPool):
             if started is None:
                 return
             worker = free.pop() if free else self._spawn()
-            message = {"reward": started.reward, "keywords": scoring.keywords(started)}
-            if self._rewards[started.reward].takes:
-                message["state"] = asdict(self._state)
-            frame = encode_frame(message)
+            # Packed one by one, so that a function that changes a column's value, which all
+            # completions of a group have, changes it for one completion alone.
+            rows = [pack(sample.inputs) for sample in started.samples]
+            message = {"reward": started.reward, "rows": rows, "state": self._state}
             try:
-                self._give(worker, started, frame, limits.remaining_s(started))
+                self._give(worker, started, message, limits.remaining_s(started))
             except OSError:
                 # The worker died, or was stopped, between two calls, so this call has not failed:
                 # queue it again.
                 scoring.calls.appendleft(limits.put_back(started))
                 self._discard(worker)
 
-    def _answered(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
+    def _answered(self, worker: WorkerProcess, message: Fields) -> None:
         """Records the reply to a call. Raises RewardError for errors that end the run."""
         call: Call = worker.call
         name = self._rewards[call.reward].name
@@ -305,7 +306,7 @@ class RewardPool(ProcessPool):
                 self._current.calls.append(call)
                 return
             self._current.fail(call, "error", call.error, by_function=False)
-        self._current.measure(call, self._limits.measure(call, seconds))
+        self._current.log(call, self._limits.measure(call, seconds))
 
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
@@ -315,7 +316,7 @@ class RewardPool(ProcessPool):
             return
         self._limits.end(call, "failed", reason)
         seconds = time.monotonic() - call.start
-        self._current.measure(call, self._limits.measure(call, seconds))
+        self._current.log(call, self._limits.measure(call, seconds))
         self._current.fail(call, kind, reason)
         if kind == "timeout":
             self._slow.add_call(call.reward, self._pool.timeout_s, len(call.samples))
@@ -334,7 +335,7 @@ class RewardPool(ProcessPool):
         if number is None:
             return
         for index, reward in enumerate(self._rewards):
-            num_failed = scoring.count(index)["timeout"]
+            num_failed = [result.status for result in scoring.results(index)].count("timeout")
             statuses = {"timeout": num_failed, "ok": number - num_failed}
             check_error_rate(
                 [{reward.name: statuses}],
@@ -392,29 +393,20 @@ class _Scoring:
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         needed = [name for reward in self._rewards for name in reward.needs]
         absent = dict.fromkeys([*self._columns, *needed])
-        samples: list[_Sample] = []
+        samples = []
         for completion, text in zip(group.completions, texts, strict=True):
-            is_text = isinstance(group.prompt.text, str)
-            answer = text if is_text else [{"role": "assistant", "content": text}]
+            answer = text
             if completion.episode is not None:
                 answer = completion.episode.messages
+            elif not isinstance(group.prompt.text, str):
+                answer = [{"role": "assistant", "content": text}]
             call_columns = {
                 "prompts": group.prompt.text_before(completion),
                 "completions": answer,
                 "completion_ids": completion.token_ids,
             }
-            inputs = absent | group.prompt.columns | call_columns
-            samples.append(_Sample(text, inputs))
+            samples.append(_Sample(text, absent | group.prompt.columns | call_columns))
         return samples
-
-    def keywords(self, call: Call) -> dict[str, list[Any]]:
-        """Returns the keyword arguments of a call: lists with one entry for each sample.
-
-        They are prompts, completions, completion_ids, and all columns that the data sets, the
-        rewards (`needs`) or the row have.
-        """
-        rows = [sample.inputs for sample in call.samples]
-        return {name: [row[name] for row in rows] for name in rows[0]}
 
     def record(self, call: Call, reply: _Reply) -> None:
         """Stores the rewards of a call and what its function logged."""
@@ -426,21 +418,18 @@ class _Scoring:
                 status = "not_applicable" if value is None else "ok"
                 sample.results[call.reward] = _Result(value, status)
         self._left_out[call.reward] |= dict.fromkeys(reply.left_out)
-        name = self._rewards[call.reward].name
-        if reply.metrics:
-            logged = call.samples[0].notes["logged"].setdefault(name, {})
-            logged |= {metric: [*pair] for metric, pair in reply.metrics.items()}
+        self.log(call, reply.metrics)
         if reply.extra:
             for i, sample in enumerate(call.samples):
                 extra = {column: values[i] for column, values in reply.extra.items()}
-                sample.notes["extra"][name] = extra
+                sample.notes["extra"][self._rewards[call.reward].name] = extra
 
-    def measure(self, call: Call, metrics: Mapping[str, list[float]]) -> None:
-        """Stores the metrics of a call (CallLimits.measure) with the values that its function
-        logged.
+    def log(self, call: Call, metrics: Mapping[str, Sequence[float]]) -> None:
+        """Stores the values that a call's function logged, or the call's measurements
+        (CallLimits.measure), at the call's first completion.
 
-        They are stored at the call's first completion. If that is later called alone as well, the
-        numbers of requests are added, and the seconds of the last request are kept.
+        If that is later called alone as well, its values are added to those of the group's call;
+        of the seconds of a request only the last are kept.
         """
         if not metrics:
             return
@@ -473,27 +462,22 @@ class _Scoring:
         """Returns the results of a reward so far, in the order of completions."""
         return [sample.results[reward] for sample in self.samples if reward in sample.results]
 
-    def count(self, reward: int) -> Counter[str]:
-        """Returns the number of completions by status for a reward so far."""
-        return Counter(result.status for result in self.results(reward))
-
-    def errors(self, reward: int) -> list[str]:
-        """Returns the errors of a reward, in the order of completions."""
-        return [result.error for result in self.results(reward) if result.error]
-
-    def group_errors(self, reward: int) -> list[str]:
-        """Returns the errors of a reward's calls for whole groups, in the order of groups."""
-        return [s.group_errors[reward] for s in self.samples if reward in s.group_errors]
+    def errors(self, reward: int) -> tuple[list[str], list[str]]:
+        """Returns the errors of a reward: (of completions, of calls for whole groups)."""
+        errors = [result.error for result in self.results(reward) if result.error]
+        samples = self.samples
+        return errors, [s.group_errors[reward] for s in samples if reward in s.group_errors]
 
     def first_error(self) -> str | None:
         """Returns the first error of the reward that failed for most completions.
 
         If none failed for a completion, returns the first error of a call for a group, or None.
         """
-        rewards = range(len(self._rewards))
-        errors = max(map(self.errors, rewards), key=len, default=[])
-        group_errors = [error for reward in rewards for error in self.group_errors(reward)]
-        return next(iter([*errors, *group_errors]), None)
+        by_reward = [self.errors(reward) for reward in range(len(self._rewards))]
+        errors = max((errors for errors, _ in by_reward), key=len, default=[])
+        for _, group_errors in by_reward:
+            errors = errors or group_errors
+        return errors[0] if errors else None
 
     def scores(self) -> ScoredRollouts:
         """Returns the scores of all samples."""
@@ -524,21 +508,21 @@ class _Scoring:
             left_out = list(self._left_out[index])[:_MAX_SHOWN]
             if left_out:
                 _log.warning("reward %r: not logged: %s", reward.name, "; ".join(left_out))
-            counts = self.count(index)
-            errors = self.errors(index)
-            group_errors = self.group_errors(index)
-            failures = (
-                f"{len(errors)} of {len(self.samples)} completions failed "
-                f"({counts['timeout']} timeout, {counts['error']} error)"
+            errors, group_errors = self.errors(index)
+            if not (errors or group_errors):
+                continue
+            counts = Counter(result.status for result in self.results(index))
+            _log.warning(
+                "reward %r: %d of %d completions failed (%d timeout, %d error), %d groups were "
+                "called again one by one; first: %s",
+                reward.name,
+                len(errors),
+                len(self.samples),
+                counts["timeout"],
+                counts["error"],
+                len(group_errors),
+                [*errors, *group_errors][0].partition("\n")[0],
             )
-            if not errors:
-                failures = (
-                    f"it failed for {len(group_errors)} groups and was called again "
-                    "for each of their completions"
-                )
-            for error in [*errors, *group_errors][:1]:
-                summary = error.partition("\n")[0]
-                _log.warning("reward %r: %s; first: %s", reward.name, failures, summary)
 
 
 class SlowRewards:
@@ -556,14 +540,13 @@ class SlowRewards:
         self._always = frozenset(reward for reward, is_early in enumerate(always) if is_early)
         # The indices of the rewards that are called early.
         self.early = self._always
-        # Sums over the calls since the last scoring, by reward.
-        self._seconds = defaultdict[int, float](float)
-        self._num_completions = Counter[int]()
+        # By reward: the seconds of the calls since the last scoring, less those that the same calls
+        # would have taken at _SLOW_S.
+        self._excess_s = defaultdict[int, float](float)
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
         """Adds the seconds of a call for `num_completions` completions."""
-        self._seconds[reward] += seconds
-        self._num_completions[reward] += num_completions
+        self._excess_s[reward] += seconds - _SLOW_S * num_completions
 
     def end_scoring(self) -> None:
         """Chooses the rewards that are called early from now on: those that were slow in the
@@ -571,11 +554,9 @@ class SlowRewards:
 
         For a reward that was not called nothing changes.
         """
-        called = self._num_completions
-        slow = {reward for reward in called if self._seconds[reward] > _SLOW_S * called[reward]}
-        self.early = self._always | slow | (self.early - called.keys())
-        self._seconds.clear()
-        called.clear()
+        slow = {reward for reward, seconds in self._excess_s.items() if seconds > 0}
+        self.early = self._always | slow | (self.early - self._excess_s.keys())
+        self._excess_s.clear()
 
 
 def waits_for_others(reward: RewardConfig) -> bool:

@@ -22,21 +22,19 @@ import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
+
+import msgspec
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
-from grpo_spmd.rewards.named import pack_functions
-from grpo_spmd.rewards.pool.nursery import (
-    MAX_ERROR_CHARS,
-    MAX_FRAME_BYTES,
-    decode_frame,
-    encode_frame,
-)
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.named import pack, pack_functions
+from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, take_frame, to_frame
 
 # Seconds for the nursery to start. This is long, since a user's file may load a model on import.
 _START_S = 600.0
@@ -83,7 +81,7 @@ def allow_workers(num_workers: int, key: str) -> None:
     """
     needed = num_workers + _OTHER_FILES
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if needed > hard != resource.RLIM_INFINITY:
+    if needed > hard:
         raise ConfigError(
             f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
             f"files (ulimit -Hn) is {hard}: at most {max(hard - _OTHER_FILES, 1)} workers fit"
@@ -93,11 +91,10 @@ def allow_workers(num_workers: int, key: str) -> None:
 
 def allow_files(number: int) -> None:
     """Increases this process's limit of open files to `number`, or to the hard limit if lower."""
+    # Linux has no infinite limits of open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        number = min(number, hard)
-    if number > soft != resource.RLIM_INFINITY:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+    if number > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
 
 
 class ProcessPool:
@@ -108,12 +105,11 @@ class ProcessPool:
 
     # What the workers run ("reward", "environment"), for messages.
     _what: str
-    _max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(
         self,
         module: str,
-        setup: Mapping[str, Any],
+        setup: Fields,
         rewards: Sequence[RewardConfig],
         log_file: Path,
         *,
@@ -123,7 +119,7 @@ class ProcessPool:
     ) -> None:
         """Starts the nursery, `python -m module`, and returns while it loads `rewards`.
 
-        `setup` is further JSON for the nursery. The workers' output goes to `log_file`, which is
+        `setup` is further data for the nursery. The workers' output goes to `log_file`, which is
         created, with its folder, before the first worker. `check` is called twice a second while
         the pool waits, and ends the wait if it raises. The nursery's environment is that of this
         process plus `variables`, without the secrets that only the trainer needs
@@ -133,7 +129,7 @@ class ProcessPool:
         setup = {
             **setup,
             "sys_path": sys.path,
-            "rewards": [asdict(reward) for reward in rewards],
+            "rewards": rewards,
             "functions": pack_functions(rewards),
         }
         self._log_file = log_file
@@ -146,7 +142,7 @@ class ProcessPool:
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
         self._nursery, child_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with child_end, tempfile.TemporaryFile() as setup_file:
-            setup_file.write(encode_frame(setup))
+            setup_file.write(pack(setup))
             setup_file.seek(0)
             fds = [child_end.fileno(), setup_file.fileno()]
             command = [sys.executable, "-m", module, *map(str, fds), str(os.getpid())]
@@ -193,7 +189,7 @@ class ProcessPool:
 
     # A subclass defines the next four methods.
 
-    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
         """Called with a worker's message about its running call.
 
         If it is the last message of the call, the method must call `_release`.
@@ -255,32 +251,39 @@ class ProcessPool:
         """Reads and handles a worker's messages; waits briefly for the rest of a partial one."""
         end = time.monotonic() + _PATIENCE_S
         while worker.number in self._workers:
-            chunk = b""
             try:
-                # Replies are plain JSON: what looks like a tagged value is the text of some tool.
-                reply = decode_frame(worker.buffer, self._max_frame_bytes, has_types=False)
-                if reply is None:
-                    remaining_s = end - time.monotonic()
-                    if remaining_s <= 0:
-                        return
-                    worker.sock.settimeout(remaining_s if worker.buffer else 0.0)
-                    chunk = worker.sock.recv(1 << 20)
-                    worker.buffer += chunk
-            except (BlockingIOError, TimeoutError):
-                return
-            except (OSError, ArithmeticError, ValueError, KeyError, TypeError, RecursionError):
-                reply = None
-            if reply is not None:
-                self._take(worker, reply)
-            # The stream has ended, the socket failed, or the bytes are not a message. Most likely
-            # the worker is dead, and the nursery will soon report how it died.
-            elif not chunk:
+                reply = self._receive(worker, end)
+            except (OSError, EOFError, ValueError, RecursionError):
+                # The stream has ended, the socket failed, or the bytes are not a message. Most
+                # likely the worker is dead, and the nursery will soon report how it died.
                 self._selector.unregister(worker.sock)
                 worker.has_hung_up = True
                 worker.deadline = min(worker.deadline, time.monotonic() + _GONE_GRACE_S)
                 return
+            if reply is None:
+                return
+            self._take(worker, reply)
 
-    def _take(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _receive(self, worker: WorkerProcess, end: float) -> Fields | None:
+        """Returns a worker's next message, or None if no message has arrived.
+
+        Waits for the rest of a message until `end`. Raises an exception if nothing more can come.
+        """
+        while (frame := take_frame(worker.buffer)) is None:
+            remaining_s = end - time.monotonic()
+            if remaining_s <= 0:
+                return None
+            worker.sock.settimeout(remaining_s if worker.buffer else 0.0)
+            try:
+                chunk = worker.sock.recv(1 << 20)
+            except (BlockingIOError, TimeoutError):
+                return None
+            if not chunk:
+                raise EOFError
+            worker.buffer += chunk
+        return msgspec.convert(json.loads(frame), Fields)
+
+    def _take(self, worker: WorkerProcess, reply: Fields) -> None:
         """Handles one message: a request for the terminal, or an answer to the running call."""
         pid = reply.get("breakpoint")
         if isinstance(pid, int):
@@ -299,14 +302,14 @@ class ProcessPool:
         self._discard(worker)
         self._failed(worker, call, kind, reason)
 
-    def _give(self, worker: WorkerProcess, call: Any, frame: bytes, seconds: float) -> None:
-        """Sends a call to a worker, which may take `seconds` for it.
+    def _give(self, worker: WorkerProcess, call: Any, message: Any, seconds: float) -> None:
+        """Sends the message of a call to a worker, which may take `seconds` for it.
 
         Raises OSError if the worker has died, or was stopped, since its last call.
         """
         self._take_on(worker, call, seconds)
         worker.sock.settimeout(seconds)
-        worker.sock.sendall(frame)
+        worker.sock.sendall(to_frame(pack(message)))
 
     def _open_log(self) -> None:
         """Opens the file for the workers' output, if it is not open yet."""
@@ -373,7 +376,7 @@ class ProcessPool:
             waiting[0].waiting_pid = 0
             # An OSError means that the worker is dead, which the nursery reports.
             with suppress(OSError):
-                socket.send_fds(waiting[0].sock, [encode_frame({"go": True})], [0, 1])
+                socket.send_fds(waiting[0].sock, [to_frame(pack("go"))], [0, 1])
 
     def _wait_until_ready(self) -> Any:
         """Waits until the nursery has loaded the user's code, and returns the facts that it
@@ -395,7 +398,7 @@ class ProcessPool:
             if time.monotonic() > deadline:
                 raise self._ended(f"importing the {self._what}s took longer than {_START_S:.0f} s")
 
-    def _hear_nursery(self) -> dict[str, Any]:
+    def _hear_nursery(self) -> Fields:
         """Returns the nursery's next message. Raises the exception of `_ended` if it has ended."""
         try:
             payload = self._nursery.recv(1 << 16)

@@ -12,14 +12,15 @@ import inspect
 import sysconfig
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from grpo_spmd.config.errors import cut_middle
-from grpo_spmd.config.schema import RewardConfig
+from grpo_spmd.records import Fields
+from grpo_spmd.rewards.named import unpack
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, Answer, Worker, run_nursery
 from grpo_spmd.rewards.protocol import Reward, RewardFacts, load_rewards
 from grpo_spmd.rewards.trl import (
@@ -33,8 +34,6 @@ from grpo_spmd.rewards.trl import (
 from grpo_spmd.rewards.verifiers import load_math_verify
 
 _MAX_REASON_CHARS = 500
-# How many exceptions of an exception's chain of causes are looked at.
-_MAX_CAUSES = 32
 # The paths of files that are not the user's begin like this: this package, the standard library.
 _OTHERS_FILES = (
     str(Path(__file__).parents[2]) + "/",
@@ -43,32 +42,32 @@ _OTHERS_FILES = (
 )
 
 
-def load(setup: dict[str, Any]) -> tuple[list[dict[str, Any]], Callable[[Worker], Answer]]:
+def load(setup: Fields) -> tuple[list[Fields], Callable[[Worker], Answer]]:
     """Imports the rewards in the nursery (see nursery.Load).
 
     Returns the fields of RewardFacts for the pool, and a function that returns a worker's Answer.
     """
-    configs = [RewardConfig(**reward) for reward in setup["rewards"]]
+    configs = setup["rewards"]
     rewards = load_rewards(configs, setup["timeout_s"], variables=setup["secrets"])
     # Import math-verify now: that takes 2 s, which would otherwise count as time of the first call.
     if any(config.is_shipped and config.name == "math" for config in configs):
         load_math_verify()
 
-    def answer(message: dict[str, Any]) -> dict[str, Any]:
+    def answer(message: Fields) -> Fields:
         start = time.perf_counter()
-        reply = call_reward(rewards[message["reward"]], message["keywords"], message.get("state"))
+        rows = [unpack(row) for row in message["rows"]]
+        keywords = {name: [row[name] for row in rows] for name in rows[0]}
+        reply = call_reward(rewards[message["reward"]], keywords, message["state"])
         return {**reply, "seconds": time.perf_counter() - start}
 
     names = [field.name for field in fields(RewardFacts)]
     return [{name: getattr(reward, name) for name in names} for reward in rewards], lambda _: answer
 
 
-def call_reward(
-    reward: Reward, keywords: dict[str, Any], state: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def call_reward(reward: Reward, keywords: Fields, state: TrainerState | None = None) -> Fields:
     """Calls a reward function and returns the reply for the pool (pool._Reply).
 
-    `state` has the fields of TrainerState. The reply is one of:
+    The reply is one of:
     * {"values": [...]}: for each completion a finite number, None (does not apply), or a string
       that says why the value is unusable; beside it what the function logged (trl.CallLog.reply).
     * {"failed": what happened, with the traceback}: the function raised or returned no list.
@@ -80,7 +79,7 @@ def call_reward(
     log = CallLog(num_completions)
     # TRL's extra arguments. `environments` is None, as the reward pool has none.
     extra = {
-        "trainer_state": TrainerState(**state or {}),
+        "trainer_state": state or TrainerState(),
         "log_metric": log.metric,
         "log_extra": log.extra,
         "environments": None,
@@ -107,7 +106,7 @@ def call_reward(
         return reply_to_error(error)
 
 
-def reply_to_error(error: BaseException) -> dict[str, Any]:
+def reply_to_error(error: BaseException) -> Fields:
     """Returns the reply (see call_reward) for an exception that the user's code raised."""
     if isinstance(error, BrokenContractError):
         return {"broken": str(error)}
@@ -123,33 +122,23 @@ def describe_error(error: BaseException) -> str:
     The traceback begins with the user's first frame.
     """
     place = ""
-    causes: list[BaseException | None] = [error]
-    for cause in causes:
-        if cause is not None and len(causes) < _MAX_CAUSES:
-            causes += [cause.__cause__, cause.__context__]
-        # Leave out the outer frames, of this package and asyncio, which called the user's code.
-        frames = [] if cause is None else [*_frames(cause.__traceback__)]
-        indices = [i for i, frame in enumerate(frames) if _is_users(frame)]
-        if cause is not None and indices:
-            cause.__traceback__ = frames[indices[0]]
-            innermost = frames[indices[-1]]
-            file = Path(innermost.tb_frame.f_code.co_filename).name
-            place = place or f" ({file}:{innermost.tb_lineno})"
-    summary = traceback.TracebackException(type(error), error, None)
-    # Without this, the last line would be a note (add_note) rather than the message. The traceback
-    # keeps the notes.
-    summary.__notes__ = None
-    reason = " ".join([*summary.format_exception_only()][-1].split())
+    # Leave out the outer frames, of this package and asyncio, which called the user's code.
+    frames = []
+    entry = error.__traceback__
+    while entry is not None:
+        if _is_users(entry):
+            frames.append(entry)
+        entry = entry.tb_next
+    if frames:
+        error = error.with_traceback(frames[0])
+        file = Path(frames[-1].tb_frame.f_code.co_filename).name
+        place = f" ({file}:{frames[-1].tb_lineno})"
+    # Of a SyntaxError the first lines, which are indented, show the place; notes come last.
+    lines = traceback.format_exception_only(error)
+    reason = " ".join(next(line for line in lines if line[0] != " ").split())
     report = "".join(traceback.format_exception(error))
     reason = cut_middle(reason, _MAX_REASON_CHARS)
     return f"{reason}{place}\n{cut_middle(report, MAX_ERROR_CHARS)}"
-
-
-def _frames(traceback_: TracebackType | None) -> Iterator[TracebackType]:
-    """Yields the entries of a traceback, the outermost first."""
-    while traceback_ is not None:
-        yield traceback_
-        traceback_ = traceback_.tb_next
 
 
 def _is_users(entry: TracebackType) -> bool:

@@ -23,9 +23,12 @@ If the files or the network cannot be closed off, the process reports why and do
 
 from __future__ import annotations
 
+import ast
 import builtins
 import ctypes
+import io
 import json
+import linecache
 import operator
 import os
 import platform
@@ -34,6 +37,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -92,23 +96,22 @@ class Refused(Exception):
     """Raised if this machine cannot isolate code."""
 
 
-def put_up_walls(
-    readable: Sequence[str], scratch: str, *, memory_bytes: int, cpu_s: int
-) -> list[str]:
+def put_up_walls(job: dict[str, Any]) -> list[str]:
     """Isolates this process for good and returns the names of the walls.
 
-    `readable` are the absolute paths that the code may read, with everything below them. `scratch`
-    is an empty folder, on which the new root file system is mounted where namespaces are allowed.
-    Raises Refused if files or the network cannot be closed off.
+    The job's `readable` are the absolute paths that the code may read, with everything below them.
+    Its `scratch` is an empty folder, on which the new root file system is mounted where namespaces
+    are allowed. Raises Refused if files or the network cannot be closed off.
     """
+    readable = job["readable"]
     # PR_SET_PDEATHSIG: the process dies with its parent.
     _prctl(1, signal.SIGKILL)
     abi = max(_syscall(_LANDLOCK_CREATE, None, 0, 1), 0)
-    has_own_root = _enter_namespaces(readable, scratch)
+    has_own_root = _enter_namespaces(readable, job["scratch"])
     if not has_own_root and abi < 3:
         gives = f"gives neither Landlock (ABI 3, Linux 6.2; here {abi}) nor a mount namespace"
         raise Refused(f"Linux {platform.release()} {gives}, so that files cannot be closed off")
-    set_limits(memory_bytes, cpu_s)
+    set_limits(job)
     is_other_user = os.getuid() != 0
     if has_own_root and not is_other_user:
         # RLIMIT_NPROC does not bind root, so become a user id that nobody else has and that owns
@@ -130,15 +133,15 @@ def put_up_walls(
     return ["seccomp", *(["landlock"] if abi else []), *(["namespaces"] if has_own_root else [])]
 
 
-def set_limits(memory_bytes: int, cpu_s: int) -> None:
-    """Sets the resource limits, which work on every kernel.
+def set_limits(job: dict[str, Any]) -> None:
+    """Sets the resource limits of a job, which work on every kernel.
 
     A write beyond the file size limit raises OSError in the code and does not kill the process,
     since Python ignores SIGXFSZ.
     """
     limits = {
-        "AS": memory_bytes,
-        "CPU": cpu_s,
+        "AS": job["memory_bytes"],
+        "CPU": job["cpu_s"],
         "FSIZE": _FILE_BYTES,
         "NOFILE": _OPEN_FILES,
         "CORE": 0,
@@ -351,9 +354,12 @@ def _run_module(name: str, text: str) -> dict[str, Any]:
     return module.__dict__
 
 
-def _run_source(text: str, name: str, mode: str, scope: dict[str, Any]) -> Any:
-    """Runs `text` in a given scope, as exec and eval do. Returns an expression's value."""
-    return types.FunctionType(compile(text, name, mode, dont_inherit=True), scope)()
+def _run_source(source: Any, name: str, mode: str, scope: dict[str, Any]) -> Any:
+    """Runs `source`, text or a syntax tree, in a given scope, as exec and eval do.
+
+    Returns an expression's value.
+    """
+    return types.FunctionType(compile(source, name, mode, dont_inherit=True), scope)()
 
 
 def encode_value(value: Any) -> Any:
@@ -411,6 +417,77 @@ def _run_statements(code: str, read: Callable[[], Any], write: Callable[[Any], N
     os._exit(0)
 
 
+class Head(io.StringIO):
+    """A text stream that keeps the first `limit` characters and only counts the rest, so that
+    endless printing does not fill the memory."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self._room = limit
+        self.num_cut = 0
+
+    def write(self, text: str) -> int:
+        head = text[: self._room]
+        self._room -= super().write(head)
+        self.num_cut += len(text) - len(head)
+        return len(text)
+
+
+def _run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    """Runs the code of each message that `read` returns and writes what it printed and its error.
+
+    As in a notebook, a name that one piece of code defines is visible to the next one, and the
+    value of the last expression is printed. A message has "code", "number" (which the answer
+    repeats) and "limit" (in characters). Never returns: the trainer kills the process.
+    """
+    module = types.ModuleType("__main__")
+    # Classes that the code defines get __module__ = "__main__", which must resolve to this module.
+    sys.modules["__main__"] = module
+    while True:
+        job = read()
+        out = Head(job["limit"])
+        sys.stdout = sys.stderr = out
+        error = _run_cell(job["code"], f"<call {job['number']}>", module.__dict__)
+        # The error may be half as long as the output. Its end is kept: the last line of a traceback
+        # names the exception.
+        limit = job["limit"] // 2
+        cut = len(error) - limit
+        error = f"... [{cut:,} characters left out]\n{error[-limit:]}" if cut > 0 else error
+        answer = {"printed": out.getvalue(), "num_cut": out.num_cut, "error": error}
+        write({"number": job["number"], **answer})
+
+
+def _run_cell(code: str, name: str, scope: dict[str, Any]) -> str:
+    """Runs one piece of code and prints the value of its last expression.
+
+    Returns the traceback as Python would print it, or "" if nothing was raised. `name` stands for
+    the file name in the traceback.
+    """
+    try:
+        body = ast.parse(code, name).body
+        # Tracebacks take the lines of the code from this cache. The mtime None keeps linecache from
+        # dropping the entry because there is no such file.
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        expression = body.pop() if body and isinstance(body[-1], ast.Expr) else None
+        _run_source(ast.Module(body, []), name, "exec", scope)
+        if isinstance(expression, ast.Expr):
+            value = _run_source(ast.Expression(expression.value), name, "eval", scope)
+            if value is not None:
+                print(repr(value))
+    except BaseException as error:
+        # SystemExit is caught too: the interpreter is kept for the next piece of code.
+        try:
+            frames = error.__traceback__
+            # The outermost frames belong to this file; leave them out of the traceback.
+            while frames is not None and frames.tb_frame.f_code.co_filename != name:
+                frames = frames.tb_next
+            return "".join(traceback.format_exception(type(error), error, frames, limit=20))
+        except BaseException:
+            # Formatting the error failed, for instance in its __str__.
+            return f"{type(error).__name__}\n"
+    return ""
+
+
 def _main(fd: int) -> None:
     """Isolates this process, then runs the job that arrives on the socket `fd`."""
     connection = socket.socket(fileno=fd)
@@ -424,16 +501,11 @@ def _main(fd: int) -> None:
 
     job = read()
     try:
+        walls = []
         if job["isolation"] == "none":
-            set_limits(job["memory_bytes"], job["cpu_s"])
-            walls: list[str] = []
+            set_limits(job)
         else:
-            walls = put_up_walls(
-                job["readable"],
-                job["scratch"],
-                memory_bytes=job["memory_bytes"],
-                cpu_s=job["cpu_s"],
-            )
+            walls = put_up_walls(job)
     except (Refused, OSError, ValueError) as error:
         write({"refused": str(error)})
         os._exit(1)
@@ -449,9 +521,8 @@ def _main(fd: int) -> None:
     sys.dont_write_bytecode = True
     if job["mode"] == "statements":
         _run_statements(job["code"], read, write)
-    # The code of this job is cells.py, which is ours, so it gets the connection.
     if job["mode"] == "cells":
-        _run_module("cells", job["code"])["run_cells"](read, write)
+        _run_cells(read, write)
     # The code of a program does not get it.
     lines.close()
     connection.close()

@@ -2,7 +2,7 @@
 tests.
 
 A `Jail` is one such process that runs one piece of code. A `Session` is a jail whose interpreter
-(cells.py) is kept for several pieces of code. The functions `passes_program_test` and
+is kept for several pieces of code. The functions `passes_program_test` and
 `passes_statements` give verdicts. How a test is judged depends on its kind:
 
 - {"input": text, "output": text}: each test runs in its own process. The expected output never
@@ -27,13 +27,10 @@ from __future__ import annotations
 
 import ast
 import builtins
-import fcntl
-import functools
 import json
 import os
 import resource
 import secrets
-import shutil
 import signal
 import socket
 import struct
@@ -45,7 +42,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +58,6 @@ _MAX_ANSWER_BYTES = 4 << 20
 _SCRATCH = "grpo_code_"
 _AS = resource.RLIMIT_AS
 _JAIL = Path(__file__).with_name("jail.py")
-_CELLS = Path(__file__).with_name("cells.py")
 
 
 class SandboxError(RuntimeError):
@@ -90,6 +86,7 @@ class _Statement:
     # If True, `source` is an expression whose value is compared with `expected` in this process;
     # else `source` is a statement that is judged in the jail.
     is_compared_here: bool = False
+    secret: str = field(default_factory=secrets.token_hex)
 
 
 def check_isolation() -> list[str]:
@@ -97,7 +94,7 @@ def check_isolation() -> list[str]:
 
     Raises SandboxError with the reason if they cannot isolate code.
     """
-    with Jail("print(1)", "program", Limits(10.0, 1024, "required"), stdin="") as jail:
+    with Jail("print(1)", "program", Limits(10.0, 1024, "required")) as jail:
         if jail.output() != b"1\n":
             raise SandboxError("a program that prints 1 does not run in the sandbox")
         return jail.walls
@@ -126,14 +123,10 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
     is not Python.
     """
     parsed = [_parse(test) for test in tests]
-    flat = [
-        (test, statement, secrets.token_hex(16))
-        for test, statements in enumerate(parsed)
-        for statement in statements
-    ]
+    flat = [(test, statement) for test, statements in enumerate(parsed) for statement in statements]
     # By index of a test: how many of its statements hold.
     num_held = Counter[int]()
-    with Jail(code, "statements", limits, stdin="") as jail:
+    with Jail(code, "statements", limits) as jail:
         # The secrets and expressions are sent only after the code has run, so that the code cannot
         # read them at import.
         if jail.read() == {"loaded": True}:
@@ -142,12 +135,12 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                     {
                         "source": statement.source,
                         "mode": "eval" if statement.is_compared_here else "exec",
-                        "secret": secret,
+                        "secret": statement.secret,
                     }
-                    for _, statement, secret in flat
+                    for _, statement in flat
                 ]
             )
-            for number, (test, statement, secret) in enumerate(flat):
+            for number, (test, statement) in enumerate(flat):
                 answer = jail.read()
                 if not isinstance(answer, dict) or answer.get("statement") != number:
                     # The process ended, ran out of time, or sent a forged message.
@@ -155,7 +148,7 @@ def passes_statements(code: str, tests: Sequence[str], limits: Limits) -> list[b
                 if statement.is_compared_here:
                     holds = "value" in answer and _equals(answer["value"], statement.expected)
                 else:
-                    holds = answer.get("secret") == secret
+                    holds = answer.get("secret") == statement.secret
                 num_held[test] += holds
     return [num_held[test] == len(statements) for test, statements in enumerate(parsed)]
 
@@ -208,7 +201,7 @@ def _parse(test: str) -> list[_Statement]:
 def _statement(node: ast.stmt) -> _Statement:
     """Decides whether a statement is judged here, by the value of an expression, or in the jail."""
     test = node.test if isinstance(node, ast.Assert) else None
-    sides: list[ast.expr] = []
+    sides = []
     if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
         sides = [test.left, test.comparators[0]]
     for expression, literal in (sides, sides[::-1]) if sides else ():
@@ -266,22 +259,17 @@ def _lines(text: str) -> list[str]:
 class Jail(AbstractContextManager["Jail"]):
     """A limited process that runs one piece of code. Leaving its `with` block kills the process."""
 
-    def __init__(self, code: str, mode: str, limits: Limits, stdin: str) -> None:
+    def __init__(self, code: str, mode: str, limits: Limits, stdin: str = "") -> None:
         """Starts the process and waits until it has isolated itself.
 
         `mode` says what the process does with `code`: "program" runs it as a script, "statements"
         runs tests after it (passes_statements), "cells" is for `Session`. Raises SandboxError if
         the process cannot isolate itself.
         """
-        # Remove the scratch folders of trainers that were killed before they could do so.
-        _remove_left_behind()
         # Popen replaces descriptors 0 to 2 in the child, so the child's end of the socket must not
         # get one of these numbers.
         hold_standard_streams()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
-        # The lock tells other processes that this one is alive and will remove the folder.
-        self._lock = os.open(self._scratch, os.O_RDONLY)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
         self._stdin = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
@@ -342,8 +330,11 @@ class Jail(AbstractContextManager["Jail"]):
         self._process.wait()
         for file in (self._connection, self._stdin, self._stdout):
             file.close()
-        _remove(self._scratch)
-        os.close(self._lock)
+        # Code that is not isolated may leave very many folders, or some that are nested too deeply
+        # for Python. No verdict waits longer than a second for their removal.
+        with suppress(subprocess.TimeoutExpired):
+            command = ["rm", "-rf", self._scratch]
+            subprocess.run(command, timeout=1.0, stderr=subprocess.DEVNULL)
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -391,39 +382,6 @@ class Jail(AbstractContextManager["Jail"]):
         return self._stdout.read() if code == 0 else None
 
 
-def _remove(scratch: str | Path) -> None:
-    """Removes a scratch folder.
-
-    Code that is not isolated may leave folders that are nested too deeply for Python, unreadable,
-    or very many. A shell then removes them, and no verdict waits longer than a second for it.
-    """
-    with suppress(RecursionError):
-        shutil.rmtree(scratch, ignore_errors=True)
-    if os.path.lexists(scratch):
-        command = ["sh", "-c", 'chmod -R u+rwx "$0"; rm -rf "$0"', scratch]
-        with suppress(subprocess.TimeoutExpired):
-            subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True).wait(1.0)
-
-
-@functools.cache
-def _remove_left_behind() -> None:
-    """Removes scratch folders of processes that were killed before they could remove them.
-
-    These are the folders whose lock no living process holds.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        # The folder may belong to another user, or may have been removed just now.
-        with suppress(OSError):
-            # The owner of so new a folder may not have locked it yet.
-            if folder.lstat().st_mtime > time.time() - 5.0:
-                continue
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(folder)
-            os.close(lock)
-
-
 def _site() -> list[str]:
     """Returns the folders of installed packages, so that code may import what the trainer has."""
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
@@ -440,7 +398,7 @@ def _readable() -> list[str]:
 
 
 class _CellAnswer(msgspec.Struct):
-    """The message that cells.run_cells sends after a piece of code. The code may have forged it."""
+    """The message that jail.py sends after a piece of code. The code may have forged it."""
 
     number: int
     printed: str
@@ -456,7 +414,7 @@ class Session(Jail):
     """
 
     def __init__(self, limits: Limits) -> None:
-        super().__init__(_CELLS.read_text(encoding="utf-8"), "cells", limits, stdin="")
+        super().__init__("", "cells", limits)
         self._number = 0
 
     def run(self, code: str, time_s: float, max_chars: int) -> str | None:

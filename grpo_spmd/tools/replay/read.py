@@ -31,7 +31,7 @@ from grpo_spmd.observe.rollout_record import (
 from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
-from grpo_spmd.rewards.remote.servers import check_calls
+from grpo_spmd.rewards.servers import check_calls
 
 # Overrides for one process on a CPU, since the run may have had several ranks and GPUs. None of
 # these keys changes what is computed.

@@ -24,7 +24,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.records import RolloutBatch
-from grpo_spmd.rewards.remote.client import PromptLogprobs
+from grpo_spmd.rewards.client import PromptLogprobs
 from grpo_spmd.signals import served_teacher
 from grpo_spmd.signals.served_teacher import ServedTeacher, ServerCheck
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel

@@ -10,8 +10,6 @@ waits too long. Errors are one line and show no secrets.
 from __future__ import annotations
 
 import asyncio
-import calendar
-import email.utils
 import json
 import math
 import os
@@ -22,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -152,7 +151,6 @@ class JsonClient:
 
         # Imported here, since this takes 0.2 s and most runs ask no server.
         import aiohttp
-        from aiohttp.http_exceptions import HttpProcessingError
 
         def ask() -> Any:
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
@@ -163,17 +161,8 @@ class JsonClient:
             return ask() if limit_s is None else within(limit_s + _GRACE_S, ask)
         except aiohttp.ClientConnectorCertificateError as error:
             raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
-        # aiohttp's parser in Python, used where its C code is missing, raises HttpProcessingError.
-        except (aiohttp.ClientError, HttpProcessingError, OSError, UnicodeError) as error:
-            details = " ".join(str(error).split())
-            reason = f"{type(error).__name__}: {details}" if details else type(error).__name__
-            if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
-                # aiohttp's message has two addresses around the reason, so take the reason alone.
-                # The error numbers of DNS and TLS are not errno's, so os.strerror is wrong there.
-                has_errno = not isinstance(
-                    error, aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError
-                )
-                reason = os.strerror(error.errno) if has_errno and error.errno else error.strerror
+        except (aiohttp.ClientError, OSError, UnicodeError) as error:
+            reason = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
             address = self._url.partition("?")[0]
             message = f"did not answer: {self._redact(f'{reason} ({address})')}"
             raise FailedCallError(message, may_retry=True) from None
@@ -256,8 +245,7 @@ def retry_after_s(value: str) -> float | None:
     if re.fullmatch(r"\s*\d{1,9}\s*", value):
         return float(value)
     try:
-        date = email.utils.parsedate(value)
-        return None if date is None else max(calendar.timegm(date) - time.time(), 0.0)
+        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
     except (ValueError, OverflowError):
         return None
 
@@ -448,7 +436,6 @@ class ServerCalls:
         self._jobs = jobs
         # Each call has one sample, which is the index of its job.
         self._waiting = deque(Call(limit, [job]) for job, (limit, _) in enumerate(jobs))
-        self._num_running = 0
         self._replies: queue.SimpleQueue[tuple[Call, Any]] = queue.SimpleQueue()
         # The answer or the error of each finished job, by its index.
         self.answers: dict[int, Any] = {}
@@ -460,17 +447,16 @@ class ServerCalls:
     def run_for(self, seconds: float) -> bool:
         """Makes calls for at most `seconds` seconds. Returns True if some jobs are not finished."""
         end = time.monotonic() + seconds
-        while self._waiting or self._num_running:
+        while len(self.answers) + len(self.errors) < len(self._jobs):
             for call in self._limits.take_given_up(self._waiting):
                 self.errors[call.samples[0]] = call.error
             for call in iter(partial(self._limits.take_next, self._waiting), None):
-                self._num_running += 1
                 threading.Thread(target=self._ask, args=[call], daemon=True).start()
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
                 return True
             try:
-                wait_s = min(self._limits.wait_s(), remaining_s)
+                wait_s = min(self._limits.wait_s(self._waiting), remaining_s)
                 self._take(*self._replies.get(timeout=wait_s))
             except queue.Empty:
                 pass
@@ -492,7 +478,6 @@ class ServerCalls:
         [job] = call.samples
         seconds = time.monotonic() - call.start
         self.seconds.append(seconds)
-        self._num_running -= 1
         self.num_retries += call.num_made > 1
         if isinstance(reply, FailedCallError):
             call = self._limits.retry(call, reply, seconds)

@@ -1,4 +1,9 @@
-"""This module keeps the conversations of one agent session as a tree of turns.
+"""This module keeps the tokens, messages and status of running episodes, without any I/O.
+
+`OpenEpisode` has one conversation of the policy with tools or a gym environment. Token ids are
+appended as the engine sampled them or as the chat format encoded them.
+
+`ConversationTree` keeps the conversations of one agent session as a tree of turns.
 
 The tree decides the context of each turn and which tokens are trained on. An agent sends whole
 conversations, in any order and several at a time. A request that continues an earlier turn becomes
@@ -15,7 +20,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -23,49 +27,57 @@ from typing import Any
 
 import numpy as np
 
-from grpo_spmd.episodes.agent import LIMITS, TOO_LONG
 from grpo_spmd.episodes.chat_format import ChatFormat, TemplateError
-from grpo_spmd.episodes.open_episode import EpisodeLimits, finish_reason
-from grpo_spmd.episodes.openai_api import ApiError, is_plain, num_chars
+from grpo_spmd.episodes.openai_api import LIMITS, TOO_LONG, ApiError, is_plain, num_chars
 from grpo_spmd.learn.contexts import extend_routes
 from grpo_spmd.records import Completion, Episode, Fields, Message, Routes, Segment, Turn
 
+# The episode ends after this many turns in a row in which all calls are invalid.
+MAX_INVALID_TURNS = 3
 Tools = list[Fields]
 
 
 @dataclass(frozen=True)
-class TurnAnswer:
-    """The answer to one request of the agent."""
+class EpisodeLimits:
+    """The upper bounds of one episode."""
 
-    message: Message
-    finish_reason: str
-    """The reason why the turn ended: "stop", "length" or "tool_calls"."""
-    usage: dict[str, int]
+    max_turns: int
+    max_tokens: int
+    """The most tokens after the prompt in a turn's context, sampled and environment tokens
+    together."""
+    max_turn_tokens: int
+    """The most tokens that one turn samples."""
+    max_model_len: int
+    """The most tokens of a context together with the tokens sampled after it."""
+    max_all_tokens: int
+    """The most tokens of all segments together, since one micro-batch must hold all of them."""
 
 
 @dataclass(eq=False)
 class TreeTurn:
-    """A node of the tree: one turn, with its sampled tokens and the context since its parent."""
+    """A node of a tree of turns: one turn, with its sampled tokens and the context since its
+    parent."""
 
     parent: TreeTurn | None
     new_ids: list[int]
     """The tokens of the context that follow all tokens of the parent."""
-    messages: list[Message]
-    """The messages of the request, and after them the sampled message once there is one."""
-    policy_messages: frozenset[int]
+    completion: Completion | None = None
+    reward: float | None = None
+    """The reward of a gym environment for this turn."""
+    messages: list[Message] = field(default_factory=list)
+    """The messages of an agent's request, and after them the sampled message once there is one."""
+    policy_messages: frozenset[int] = frozenset()
     """The indices of the messages that the policy wrote."""
-    tools: Tools
-    num_first_messages: int
+    tools: Tools = field(default_factory=list)
+    num_first_messages: int = 0
     """The number of messages in the request that began the conversation."""
-    num_prompt_tokens: int
+    num_prompt_tokens: int = 0
     """The number of the conversation's prompt tokens, which do not count against `max_tokens` of
     the episode's limits."""
     key: str = ""
     """A key for the turn's seed that does not depend on the order of requests."""
-    completion: Completion | None = None
     max_tokens: int = 0
-    """The most tokens that the turn may sample. Until it is finished, all of them count against the
-    limits."""
+    """The most tokens that the turn may sample."""
     requested_tokens: int | None = None
     """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
@@ -95,7 +107,7 @@ class TreeTurn:
 
     def token_ids(self) -> list[int]:
         """Returns all tokens of the conversation up to this turn, including its sampled ones."""
-        ids: list[int] = []
+        ids = []
         for turn in self.path:
             ids += turn.new_ids
             ids += turn.sampled_ids
@@ -107,6 +119,230 @@ class TreeTurn:
         return len(own_ids) < len(ids) and ids[: len(own_ids)] == own_ids
 
 
+def join_turns(
+    leaves: Sequence[TreeTurn],
+    status: str,
+    opening: list[Message],
+    *,
+    messages: list[Message],
+    rewards: dict[str, float | str | None],
+    calls_s: list[float],
+    num_tool_calls: int | None = None,
+    num_tool_errors: int = 0,
+) -> Completion:
+    """Returns the completion of an episode: the sampled tokens of all turns, segment after segment.
+
+    A segment is the path to one of `leaves`. A shared turn is trained on once, in the first segment
+    that has it. The other arguments are those of the episode's record.
+    """
+    token_ids = []
+    logprobs = []
+    segments = []
+    turns: dict[TreeTurn, Turn] = {}
+    for leaf in leaves:
+        sampled = []
+        routes: Routes | None = None
+        for turn in leaf.path:
+            completion = turn.completion
+            # A child is made only from a sampled parent, so every turn on a leaf's path is
+            # complete.
+            assert completion is not None, "a turn has a child before it was sampled"
+            is_new = turn not in turns
+            routes = extend_routes(routes, completion.routes)
+            sampled += [False] * len(turn.new_ids) + [is_new] * len(completion.token_ids)
+            if is_new:
+                token_ids += completion.token_ids
+                logprobs += completion.logprobs
+                num_tokens = len(completion.token_ids)
+                turns[turn] = Turn(num_tokens, completion.finish_reason, turn.reward)
+        ids = np.asarray(leaf.token_ids(), np.int32)
+        segments.append(Segment(ids, np.asarray(sampled, np.bool_), routes))
+    episode = Episode(
+        status=status,
+        segments=tuple(segments),
+        turns=tuple(turns.values()),
+        messages=messages,
+        rewards=rewards,
+        calls_s=calls_s,
+        opening=opening,
+        num_tool_calls=num_tool_calls,
+        num_tool_errors=num_tool_errors,
+    )
+    # An episode that had no room for another turn counts as one that was cut off.
+    is_cut_off = status in ("truncated", "max_tokens", "context_overflow")
+    return Completion(token_ids, logprobs, "length" if is_cut_off else "stop", episode)
+
+
+def leaves_of(turns: Sequence[TreeTurn]) -> list[TreeTurn]:
+    """Returns the finished turns that no finished turn continues."""
+    finished = [turn for turn in turns if turn.completion is not None]
+    parents = {turn.parent for turn in finished}
+    return [turn for turn in finished if turn not in parents]
+
+
+def tokens_beside(turn: TreeTurn, turns: Sequence[TreeTurn]) -> int:
+    """Returns the number of tokens of all segments but the one that `turn` extends."""
+    return sum(len(leaf.token_ids()) for leaf in leaves_of(turns) if leaf not in turn.path)
+
+
+class OpenEpisode:
+    """The state of one running episode. Text that is in the context is never encoded again."""
+
+    def __init__(
+        self,
+        limits: EpisodeLimits,
+        prompt: list[Message],
+        tools: Tools,
+        prompt_ids: list[int],
+    ) -> None:
+        """`prompt_ids` are the tokens of the messages `prompt`."""
+        self._limits = limits
+        self.tools = tools
+        self.opening = prompt
+        # The turn that is sampled next, or, until the environment has answered it, the last one.
+        self._turn = TreeTurn(None, prompt_ids)
+        self._num_prompt_tokens = len(prompt_ids)
+        self._num_invalid_turns = 0
+        self._num_tool_calls = 0
+        self._num_tool_errors = 0
+        self.messages: list[Message] = []
+        self.turns: list[TreeTurn] = []
+        """The sampled turns."""
+        self.status: str | None = None
+        """How the episode ended; None while it runs."""
+        if self.max_turn_tokens() < 1:
+            self._end_without_room(self._turn)
+
+    @property
+    def context_ids(self) -> list[int]:
+        """Returns all tokens of the conversation so far."""
+        return self._turn.token_ids()
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Returns the sampled tokens of all turns."""
+        return [token_id for turn in self.turns for token_id in turn.sampled_ids]
+
+    def max_turn_tokens(self) -> int:
+        """Returns the most tokens that the next turn may sample; below 1 there is no room."""
+        return min(self._limits.max_turn_tokens, *self._rooms(self._turn))
+
+    def add_turn(
+        self, completion: Completion, message: Message, num_invalid: int, ends_without_call: bool
+    ) -> None:
+        """Appends a sampled turn, and sets the status if it is the last turn of the episode.
+
+        `message` is the parsed turn, and `num_invalid` the number of its calls that do not parse.
+        With `ends_without_call` a turn that calls no tool is the last one.
+        """
+        self._turn.completion = completion
+        self.turns.append(self._turn)
+        self.messages.append(message)
+        has_calls = bool(message.get("tool_calls"))
+        if completion.finish_reason == "length":
+            # The last call may be incomplete, so no call is made.
+            self.status = "truncated"
+        elif num_invalid and not has_calls:
+            # Without a valid call there is nothing that the environment could answer.
+            self.status = "invalid_calls"
+        elif ends_without_call and not has_calls:
+            self.status = "ok"
+
+    def add_answer(self, values: Fields, chat: ChatFormat) -> None:
+        """Appends the environment's answer to the last turn, or sets the status if the episode is
+        over.
+
+        `values` are those of the Reply (pool._ActValues). Raises ValueError if the template refuses
+        the answer, or if the answer is empty although the episode is not over.
+        """
+        self._turn.reward = values["reward"]
+        # A longer text has too many tokens with any tokenizer, so it is refused before it is
+        # tokenized.
+        max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
+        self._num_tool_calls += values["num_calls"]
+        self._num_tool_errors += values["num_errors"]
+        only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
+        self._num_invalid_turns = self._num_invalid_turns + 1 if only_invalid else 0
+        if values["done"]:
+            self.status = "ok"
+        elif self._num_invalid_turns >= MAX_INVALID_TURNS:
+            self.status = "invalid_calls"
+        elif len(self.turns) >= self._limits.max_turns:
+            self.status = "max_turns"
+        # With "too_long" the worker did not send the messages, because they were far too large.
+        elif values.get("too_long") or num_chars(values["messages"]) > max_chars:
+            self._end_without_room(self._turn)
+        else:
+            self._add_messages(values["messages"], chat)
+
+    def completion(
+        self,
+        rewards: dict[str, float | str | None],
+        calls_s: list[float],
+        *,
+        has_tools: bool,
+    ) -> Completion:
+        """Returns the completion of the episode, which must be over."""
+        assert self.status is not None
+        return join_turns(
+            leaves_of(self.turns),
+            self.status,
+            self.opening,
+            messages=self.messages,
+            rewards=rewards,
+            calls_s=calls_s,
+            num_tool_calls=self._num_tool_calls if has_tools else None,
+            num_tool_errors=self._num_tool_errors,
+        )
+
+    def _add_messages(self, messages: Sequence[Message], chat: ChatFormat) -> None:
+        """Adds the environment's messages to the context.
+
+        If they leave no room for another turn, nothing is added and the episode ends.
+        """
+        if not messages:
+            raise ValueError("step() gave no observation, although the episode is not done")
+        history = [*self.opening, *self.messages]
+        context_ids = self.context_ids
+        ids, continues = chat.next_ids(context_ids, history, messages, self.tools)
+        # If the template rewrote earlier turns, their tokens stay as they were sampled, and a new
+        # segment begins.
+        turn = TreeTurn(None, ids)
+        if continues:
+            turn = TreeTurn(self._turn, ids[len(context_ids) :])
+        if min(self._rooms(turn)) < 1:
+            self._end_without_room(turn)
+            return
+        self._turn = turn
+        self.messages += messages
+
+    def _rooms(self, turn: TreeTurn) -> tuple[int, int]:
+        """Returns how many more tokens fit after a turn: (by the limit `max_tokens`, by the other
+        limits)."""
+        limits = self._limits
+        length = len(turn.token_ids())
+        all_room = limits.max_all_tokens - tokens_beside(turn, self.turns)
+        return (
+            limits.max_tokens - (length - self._num_prompt_tokens),
+            min(limits.max_model_len, all_room) - length,
+        )
+
+    def _end_without_room(self, turn: TreeTurn) -> None:
+        """Ends the episode with the status of the limit that leaves the fewest tokens."""
+        episode_room, context_room = self._rooms(turn)
+        self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
+
+
+@dataclass(frozen=True)
+class TurnAnswer:
+    """The answer to one request of the agent."""
+
+    message: Message
+    finish_reason: str
+    """The reason why the turn ended: "stop", "length" or "tool_calls"."""
+    usage: dict[str, int]
+
+
 class ConversationTree:
     """The conversations of one session."""
 
@@ -114,7 +350,6 @@ class ConversationTree:
         self._chat = chat
         self._limits = limits
         self._turns: list[TreeTurn] = []
-        self._num_equal_contexts = Counter[bytes]()
         self._refused_status: str | None = None
 
     @property
@@ -148,15 +383,13 @@ class ConversationTree:
         turn = self._new_turn(messages, tools)
         context_ids = turn.token_ids()
         room = self._room(turn, len(context_ids))
-        # These tokens count against the limits from now on, so that turns that are sampled at the
-        # same time cannot exceed a limit together.
         turn.max_tokens = min(room, max_tokens or room)
         turn.requested_tokens = max_tokens
         # The key depends on the context alone, and not on the order of the requests. Turns with
         # equal contexts are numbered; it does not matter which of them has which number.
-        digest = hashlib.blake2b(np.asarray(context_ids, np.int64).tobytes(), digest_size=8)
-        turn.key = f"{digest.hexdigest()}.{self._num_equal_contexts[digest.digest()]}"
-        self._num_equal_contexts[digest.digest()] += 1
+        content = np.asarray(context_ids, np.int64).tobytes()
+        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
+        turn.key = f"{digest}.{sum(earlier.key.startswith(digest) for earlier in self._turns)}"
         if turn.parent is not None:
             turn.parent.num_children += 1
         # The agent has found a way to continue, so the earlier refusal no longer counts.
@@ -204,53 +437,25 @@ class ConversationTree:
         conversation's first request are its `opening`. A turn whose client disconnected before it
         was sampled is left out, because it was never finished.
         """
-        token_ids: list[int] = []
-        logprobs: list[float] = []
-        segments: list[Segment] = []
-        turns: list[Turn] = []
-        trained: set[TreeTurn] = set()
         leaves = self._leaves()
-        for leaf in leaves:
-            sampled: list[bool] = []
-            routes: Routes | None = None
-            for turn in leaf.path:
-                completion = turn.completion
-                # A child is made only from a sampled parent, so every turn on a leaf's path is
-                # complete.
-                assert completion is not None, "a turn has a child before it was sampled"
-                # A shared turn is trained on once, in the first segment that has it.
-                is_new = turn not in trained
-                routes = extend_routes(routes, completion.routes)
-                sampled += [False] * len(turn.new_ids) + [is_new] * len(completion.token_ids)
-                if is_new:
-                    trained.add(turn)
-                    token_ids += completion.token_ids
-                    logprobs += completion.logprobs
-                    turns.append(Turn(len(completion.token_ids), completion.finish_reason))
-            ids = np.asarray(leaf.token_ids(), np.int32)
-            segments.append(Segment(ids, np.asarray(sampled, np.bool_), routes))
         longest_leaf = _longest(leaves)
         num_first = longest_leaf.num_first_messages if longest_leaf else 0
         messages = longest_leaf.messages if longest_leaf else []
-        episode = Episode(
-            status=self.status,
-            segments=tuple(segments),
-            turns=tuple(turns),
+        return join_turns(
+            leaves,
+            self.status,
+            messages[:num_first],
             messages=messages[num_first:],
             rewards=rewards,
             calls_s=calls_s,
-            opening=messages[:num_first],
         )
-        return Completion(token_ids, logprobs, finish_reason(episode.status), episode)
 
     def _leaves(self) -> list[TreeTurn]:
-        """Returns the finished turns that no finished turn continues.
+        """Returns the leaves of the tree.
 
         Their order depends on their content alone, not on the times of requests.
         """
-        finished = [turn for turn in self._turns if turn.completion is not None]
-        parents = {turn.parent for turn in finished}
-        leaves = [turn for turn in finished if turn not in parents]
+        leaves = leaves_of(self._turns)
         # The conversation that began with the fewest messages is the first segment.
         return sorted(
             leaves, key=lambda leaf: (leaf.num_first_messages, len(leaf.messages), leaf.token_ids())
@@ -271,21 +476,17 @@ class ConversationTree:
             raise ApiError(400, "invalid_messages", str(error)) from None
         # A conversation that was encoded anew may still begin with the tokens of an earlier turn.
         prefix = parent if continues else self._longest_prefix(ids)
-        if prefix is not None:
-            ids = ids[len(prefix.token_ids()) :]
-            num_first = min(prefix.num_first_messages, len(messages))
-            num_prompt = prefix.num_prompt_tokens
-        elif parent is not None:
-            # The template has rewritten a conversation that goes on. Its tokens so far still count
-            # against `max_tokens`.
-            num_first = parent.num_first_messages
-            num_prompt = min(parent.num_prompt_tokens, len(ids))
-        else:
-            num_first = len(messages)
-            num_prompt = len(ids)
+        # If the template has rewritten a conversation that goes on, its tokens so far still count
+        # against `max_tokens`.
+        earlier = prefix or parent
+        num_first = len(messages)
+        num_prompt = len(ids)
+        if earlier is not None:
+            num_first = min(num_first, earlier.num_first_messages)
+            num_prompt = min(num_prompt, earlier.num_prompt_tokens)
         return TreeTurn(
             parent=prefix,
-            new_ids=ids,
+            new_ids=ids[len(prefix.token_ids()) :] if prefix else ids,
             messages=messages,
             policy_messages=policy_messages,
             tools=tools,
@@ -298,16 +499,16 @@ class ConversationTree:
     ) -> tuple[list[int], bool]:
         """Returns (tokens, continues): the tokens of a conversation's messages, and True if they
         are known to begin with all tokens of `parent`."""
-        if parent is None or parent.completion is None:
-            return self._chat.whole_ids(messages, tools), False
-        new_messages = messages[len(parent.messages) :]
-        roles = {message["role"] for message in new_messages}
-        # New messages cannot be appended to a turn that was cut off, nor if they have other roles:
-        # the whole conversation is rendered and encoded.
-        if parent.completion.finish_reason != "stop" or not roles <= {"tool", "user"}:
-            return self._chat.whole_ids(messages, tools), False
-        # The sampled ids of the parent are kept; only the new messages are encoded.
-        return self._chat.next_ids(parent.token_ids(), parent.messages, new_messages, tools)
+        if parent is not None and parent.completion is not None:
+            new_messages = messages[len(parent.messages) :]
+            roles = {message["role"] for message in new_messages}
+            # New messages cannot be appended to a turn that was cut off, nor if they have other
+            # roles.
+            if parent.completion.finish_reason == "stop" and roles <= {"tool", "user"}:
+                # The sampled ids of the parent are kept; only the new messages are encoded.
+                ids = parent.token_ids()
+                return self._chat.next_ids(ids, parent.messages, new_messages, tools)
+        return self._chat.whole_ids(messages, tools), False
 
     def _room(self, turn: TreeTurn, length: int) -> int:
         """Returns the most tokens that a turn may sample after a context of `length` tokens.
@@ -323,14 +524,7 @@ class ConversationTree:
                 "episode_max_tokens",
                 f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
             )
-        # The tokens of all segments but the one that this turn extends. A leaf that is still being
-        # sampled counts with all tokens that it may sample.
-        num_other_tokens = sum(
-            len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
-            for leaf in self._turns
-            if not leaf.num_children and leaf is not turn.parent
-        )
-        session_room = self._limits.max_all_tokens - num_other_tokens - length
+        session_room = self._limits.max_all_tokens - tokens_beside(turn, self._turns) - length
         if session_room < 1:
             raise self._limit_error(
                 "episode_max_all_tokens",

@@ -29,8 +29,7 @@ from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import RewardConfig, WatchdogConfig
 from grpo_spmd.data.rows import PromptRow
 from grpo_spmd.files import UntrustedError, open_regular
-from grpo_spmd.rewards.pool.call_limits import share_of
-from grpo_spmd.rewards.remote.client import (
+from grpo_spmd.rewards.client import (
     FirstAnswer,
     JsonClient,
     UnexpectedError,
@@ -52,30 +51,14 @@ _MAX_RUBRIC_BYTES = 1 << 20
 _ENCODER = json.JSONEncoder(allow_nan=False, default=str)
 
 
-class Form:
-    """The format of a kind of server's requests and answers."""
-
-    fields: tuple[str, ...]
-    """The fields of a request that the trainer fills, so that `args` must not have them."""
-    needs: tuple[str, ...] = ()
-    """The columns of the data set that a request requires."""
-    one_at_a_time = True
-    """True if a request is about a single completion."""
-
-    def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
-        """Returns the JSON of a request."""
-        raise NotImplementedError
-
-    def scores(self, answer: Any, number: int) -> list[float]:
-        """Returns the scores of the request's `number` completions from the server's answer.
-
-        Raises UnexpectedError if it does not have them.
-        """
-        raise NotImplementedError
-
-
 class ServerFunction:
     """A reward function that asks a server.
+
+    Its *form* is the format of the server's requests and answers: `body` returns the JSON of a
+    request; `scores` returns the scores of the request's completions from the server's answer, or
+    raises UnexpectedError if it does not have them. `fields` are the fields of a request that the
+    trainer fills, so that `args` must not have them; `needs` are the columns of the data set that a
+    request requires; with `one_at_a_time` a request is about a single completion.
 
     It creates its client at the first call, in a worker, since no other process needs the secrets.
     """
@@ -91,7 +74,9 @@ class ServerFunction:
         self._variables = variables
         self._where = entry
         self._client: JsonClient | None = None
-        self.form: Form = _Slime() if config.form == "slime" else _OpenRlhf()
+        self.form: _Slime | _OpenRlhf | Judge = _OpenRlhf()
+        if config.form == "slime":
+            self.form = _Slime()
         if config.judge is not None:
             self.form = Judge(config, f"{entry}.judge")
         reserved = [name for name in config.args if name in self.form.fields]
@@ -137,11 +122,13 @@ def _label(columns: Columns, number: int) -> Any:
     return next((label for label in labels if label is not None), None)
 
 
-class _Slime(Form):
+class _Slime:
     """slime's `--rm-url`: a request has one completion, and its answer is the reward or an object
     that has it."""
 
     fields = ("prompt", "response", "label", "metadata")
+    needs = ()
+    one_at_a_time = True
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
         return {
@@ -163,11 +150,12 @@ class _Slime(Form):
         return [as_finite(answer)]
 
 
-class _OpenRlhf(Form):
+class _OpenRlhf:
     """OpenRLHF's `--remote_rm_url`: a request has several completions, and its answer as many
     `rewards`."""
 
     fields = ("query", "prompts", "labels")
+    needs = ()
     one_at_a_time = False
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
@@ -212,10 +200,11 @@ class _ChatAnswer(msgspec.Struct):
     model: str | None = None
 
 
-class Judge(Form):
+class Judge:
     """The format of requests to a judge and of its answers."""
 
     fields = ("model", "messages", "stream", "n")
+    one_at_a_time = True
 
     def __init__(self, config: RewardConfig, entry: str) -> None:
         """Reads the rubric. `entry` begins the message of ConfigError if it is a bad one."""
@@ -393,14 +382,9 @@ def check_pace(
             ("eval", "an evaluation", num_evaluated, 1),
         )
         for phase, scope, number, calls_each in phases:
-            # The time of the slowest rank, which makes its share of the calls at its share of the
-            # rate.
-            seconds = max(
-                (share_of(number, rank, num_ranks) * calls_each - 1)
-                * 60
-                / share_of(limit, rank, num_ranks)
-                for rank in range(num_ranks)
-            )
+            # The largest share of the calls that a rank may have, at the smallest of the rate.
+            num_calls = math.ceil(number / num_ranks) * calls_each
+            seconds = (num_calls - 1) * 60 / (limit // num_ranks)
             limit_s = watchdog.phase_timeouts_s.get(phase, watchdog.timeout_s)
             if seconds >= limit_s:
                 enough_s = math.ceil(seconds * 1.2 / 60) * 60
