@@ -91,8 +91,8 @@ _BY_SEQUENCE = (
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
-_COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
-_LOAD = "            self._engine.load_weights(weights, step, direct, pieces=pieces)\n"
+_COPY = "                _copy_part(tensor, tensor_part, rows_of[key], matrix)\n"
+_LOAD = "            self._engine.load_weights(weights, step, direct, gathered=gathered)\n"
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
@@ -116,7 +116,7 @@ FAULTS = (
         "one tensor stale: k_proj of layer 1 keeps its first value",
         "engine/gather.py",
         _VALUES,
-        "        name, kept = shard.name, gather_pieces.__dict__.setdefault('kept', {})\n"
+        "        name, kept = shard.name, gather_tensors.__dict__.setdefault('kept', {})\n"
         "        values = shard.local_rows().detach().reshape(-1)\n"
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in "
         "name else values\n",
@@ -179,21 +179,21 @@ FAULTS = (
     ),
     Fault(
         "tied head stale: its packed copy is not made anew",
-        "engine/direct_load.py",
-        "        if not self.is_copied:\n            _pack(self._layer)\n",
+        "engine/reload.py",
+        "            if _is_packed_copy(tensor):\n                _pack(layer)\n",
         "",
         (_TIED,),
         of_sync=True,
     ),
     Fault(
         "a slice off by a row: the value heads, copied into the engine",
-        "engine/direct_load.py",
-        f"                matrix.{_COPY}",
+        "engine/reload.py",
+        _COPY,
         "                if tensor_part.name.endswith('v_proj.weight') and "
         "tensor_part.num_rows > 1:\n"
         "                    tensor_part = __import__('dataclasses').replace(tensor_part, "
         "hf_start=tensor_part.hf_start + 1, num_rows=tensor_part.num_rows - 1)\n"
-        f"                matrix.{_COPY}",
+        f"{_COPY}",
         (_UNTIED,),
         of_sync=True,
     ),

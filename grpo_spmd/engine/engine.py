@@ -33,10 +33,8 @@ from grpo_spmd.distributed.collectives import (
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session, engine_group
 from grpo_spmd.distributed.store import claim
-from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
-from grpo_spmd.engine.gather import Piece
-from grpo_spmd.engine.reload import EngineAdapters, WeightReload
+from grpo_spmd.engine.reload import DirectLoad, EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
     Capacity,
     ConversationId,
@@ -214,21 +212,22 @@ class RolloutEngine:
         weights: Iterable[tuple[str, Tensor]],
         policy_version: int,
         direct: DirectLoad | None = None,
-        pieces: Iterable[Piece] = (),
+        gathered: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         """Collective over the engine's ranks. Replaces every weight.
 
         `weights` yields (name in the checkpoint, full tensor) pairs for vLLM's loader. If `direct`
-        is given, it first copies the tensors that it covers from `pieces`. If `takes_adapters`, all
-        of these are the base weights, and `load_adapters` must follow. Raises EngineStateError if
-        the engine is asleep, if requests still run, or if an engine parameter got no new values."""
+        is given, it first draws the tensors that it copies from `gathered`. If `takes_adapters`,
+        all of these are the base weights, and `load_adapters` must follow. Raises EngineStateError
+        if the engine is asleep, if requests still run, or if an engine parameter got no new
+        values."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version = None
         self._holds_weights = False
         with isolated():
             if direct is not None:
-                self._llm.apply_model(lambda _: direct(pieces))
+                self._llm.apply_model(lambda _: direct(gathered))
             self._reload(weights, direct.covered if direct is not None else ())
         self.reset_prefix_cache()  # it was computed with the old weights
         self._holds_weights = True

@@ -1,20 +1,17 @@
 """Gathers the policy's sharded tensors for an engine: casts them and all-gathers them in buckets.
 
 A shard is one rank's rows of a tensor. A replica is a group of ranks that together hold the whole
-policy once. A bucket is a buffer of bounded size for one all-gather. A piece is the part of one
-tensor that is in one bucket.
+policy once. A bucket is a buffer of bounded size for one all-gather.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from grpo_spmd.distributed.collectives import start_all_gather, wait_for
 from grpo_spmd.model.families.stored import SavedLayout, SavedTensor
@@ -23,82 +20,55 @@ from grpo_spmd.model.sharding import as_matrix, num_shards, rows_per_rank, shard
 from grpo_spmd.records import SyncStats
 
 
-class Piece(NamedTuple):
-    """Holds a part of one tensor: the same range of elements of every rank's rows."""
-
-    shard: Shard
-    start: int
-    """Index of the range's first element, counted from the start of each rank's rows."""
-    blocks: Tensor
-    """[ranks, elements], in the engine's dtype, or in the policy's if one rank holds all rows."""
-
-
-def gather_pieces(
+def gather_tensors(
     shards: Sequence[Shard], dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
-) -> Generator[Piece, None, None]:
-    """Collective. Yields the tensors of `shards`, one after the other, in pieces.
+) -> Generator[tuple[str, Tensor], None, None]:
+    """Collective. Yields (HF name, full tensor in `dtype`) of `shards`, one after the other.
 
-    Every rank must draw all pieces, in step with the other ranks. A piece is valid until the next
-    one is drawn, and the caller must drop its references to it before. The sent bytes and the
-    collectives are added to `stats`.
+    Every rank must draw all tensors, in step with the other ranks. vLLM keeps them until a layer is
+    complete. They are therefore new tensors, never views of the buckets, which are overwritten, or
+    of the parameters. The caller should drop a tensor before it draws the next one. The sent bytes
+    and the collectives are added to `stats`.
 
     Each rank's shards of all parameters, cast to `dtype` and laid end to end, form one long row.
     The rows are all-gathered over the ranks of a replica in buckets of at most `bucket_bytes`,
-    which may end in the middle of a tensor. While the caller uses one bucket, the next one is being
-    gathered, so the extra memory is two buckets.
-
-    If one rank holds the whole policy, there are no buckets. A piece is then a whole tensor in the
-    policy's dtype, which is rounded when the caller copies it.
+    which may end in the middle of a tensor. While the tensors of one bucket are used, the next one
+    is being gathered, so the extra memory is two buckets. There are none if one rank holds the
+    whole policy.
     """
+    # Do not decorate this with torch.no_grad: its wrapper would keep the yielded tensor alive while
+    # the next one is made.
     if not shards:
         return
     num_ranks = num_shards(shards[0].parameter)
     if num_ranks == 1:
         for shard in shards:
-            values = _local_values(shard)
-            stats.bytes += len(values) * dtype.itemsize
-            if len(values):
-                yield Piece(shard, 0, values[None])
-            # Merged adapters make a new tensor: free it before the next one is made.
-            del values
+            full = _local_values(shard).to(dtype, copy=True)
+            stats.bytes += full.nbytes
+            yield shard.name, full.view(shard.parameter.shape)
+            # Merged adapters make a new tensor: free this one before the next one is made.
+            del full
         return
-    widths = [_width(shard.parameter, num_ranks) for shard in shards]
+    widths = [rows_per_rank(s.parameter, num_ranks) * s.parameter.shape[1:].numel() for s in shards]
     # Elements of its row that each rank puts into one bucket. All ranks compute the same number.
     room = min(max(1, bucket_bytes // (num_ranks * dtype.itemsize)), sum(widths))
     with closing(_gather_buckets(shards, widths, dtype, room, stats)) as buckets:
-        # The columns of the current bucket that were not yielded yet. None are left at the start.
+        # The columns of the current bucket that were not copied yet. None are left at the start.
         bucket = torch.empty(0, 0)
-        for shard, width in zip(shards, widths, strict=True):
+        for (name, parameter, _), width in zip(shards, widths, strict=True):
+            full = torch.empty(num_ranks, width, dtype=dtype, device=parameter.device)
             start = 0
             while start < width:
                 if not bucket.shape[1]:
                     bucket = next(buckets)
                 count = min(width - start, bucket.shape[1])
-                yield Piece(shard, start, bucket[:, :count])
+                full[:, start : start + count] = bucket[:, :count]
                 bucket = bucket[:, count:]
                 start += count
-
-
-def full_tensors(pieces: Iterable[Piece], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Joins the pieces of each tensor. Yields (HF name, full tensor in `dtype`).
-
-    vLLM keeps the tensors until a layer is complete. They are therefore new tensors, never views of
-    the buckets, which are overwritten, or of the parameters."""
-    # Do not decorate this with torch.no_grad: its wrapper would keep the yielded tensor alive while
-    # the next one is made.
-    full = torch.empty(0)
-    for (name, parameter, _), start, blocks in pieces:
-        if not start:
-            width = _width(parameter, len(blocks))
-            full = torch.empty(len(blocks), width, dtype=dtype, device=parameter.device)
-        end = start + blocks.shape[1]
-        full[:, start:end] = blocks
-        del blocks
-        # The last ranks' blocks end in padding, which the slice leaves out.
-        if end == full.shape[1]:
+            # The last ranks' rows end in padding, which the slice leaves out.
             yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)
             # Free this tensor before the next one is made.
-            full = torch.empty(0)
+            del full
 
 
 def saved_tensors(
@@ -119,11 +89,6 @@ def _local_values(shard: Shard) -> Tensor:
     """Returns this rank's values of a tensor, flattened to one dimension."""
     with torch.no_grad():
         return shard.local_rows().detach().reshape(-1)
-
-
-def _width(parameter: DTensor, num_ranks: int) -> int:
-    """Returns the number of elements of a full-size shard, such as the first rank's."""
-    return rows_per_rank(parameter, num_ranks) * parameter.shape[1:].numel()
 
 
 def _gather_buckets(

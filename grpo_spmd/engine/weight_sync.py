@@ -1,7 +1,7 @@
 """Syncs the engine with the policy: sends the weights, and in some steps proves that they arrived.
 
 There are two ways into the engine. vLLM's loader takes full tensors. Direct copies write rows into
-the engine's tensors (direct_load.py); they are used once a proof has shown that the map from HF
+the engine's tensors (reload.py); they are used once a proof has shown that the map from HF
 rows to engine rows is right.
 """
 
@@ -13,9 +13,9 @@ from itertools import chain
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.collectives import on_rank0
-from grpo_spmd.engine.direct_load import DirectLoad
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import full_tensors, gather_pieces, saved_tensors
+from grpo_spmd.engine.gather import gather_tensors, saved_tensors
+from grpo_spmd.engine.reload import DirectLoad
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
 from grpo_spmd.model.families.refusals import refuse_unmatched_names
 from grpo_spmd.model.families.stored import constants
@@ -120,22 +120,22 @@ class WeightSync:
         """Collective. Sends the whole policy: the tensors of `direct` by direct copies, all others
         through vLLM's loader. Returns this rank's part of the hash of the weights, 0 if unused.
 
-        All tensors come from one `gather_pieces`, so that every sync has the same number of
+        All tensors come from one `gather_tensors`, so that every sync has the same number of
         collectives."""
         direct_names = direct.names if direct is not None else frozenset()
-        # Gather the directly copied tensors first, since DirectLoad draws its pieces first.
+        # Gather the directly copied tensors first, since DirectLoad draws them first.
         shards = sorted(
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
         dtype = self._engine.dtype
-        with closing(gather_pieces(shards, dtype, self._bucket_bytes, stats)) as pieces:
+        with closing(gather_tensors(shards, dtype, self._bucket_bytes, stats)) as gathered:
             weights = chain(
-                saved_tensors(full_tensors(pieces, dtype), self._policy.saved),
+                saved_tensors(gathered, self._policy.saved),
                 # Every rank holds the constants whole. They are not cast: they are float32 in vLLM
                 # too.
                 constants(self._policy.model).items(),
             )
-            self._engine.load_weights(weights, step, direct, pieces=pieces)
+            self._engine.load_weights(weights, step, direct, gathered=gathered)
         return local_weights_hash(shards, self._engine.dtype) if self._is_named else 0
 
     def _send_adapters(self, step: int, stats: SyncStats) -> int:
