@@ -114,7 +114,7 @@ FAULTS = (
     ),
     Fault(
         "one tensor stale: k_proj of layer 1 keeps its first value",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _VALUES,
         "        name, kept = shard.name, gather_tensors.__dict__.setdefault('kept', {})\n"
         "        values = shard.local_rows().detach().reshape(-1)\n"
@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "stale expert: the second keeps its first down_proj",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.experts.1.down_proj' in target.name:\n"
         "                rows = saved_tensors.__dict__.setdefault(target.name, rows.clone())\n"
@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "gate and up of the experts swapped",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.experts.' in name:\n"
         "                swapped = {'gate_proj': 'up_proj', 'up_proj': 'gate_proj'}\n"
@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(
         "shared expert dropped: the engine gets zeros",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.shared_experts.down_proj' in target.name:\n"
         "                rows = torch.zeros_like(rows)\n"
@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "transposed: square tensors, in the gather",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _YIELD,
         f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == "
         "tensor.shape[1] else "
@@ -218,7 +218,7 @@ FAULTS = (
     ),
     Fault(
         "last bucket of the sync dropped: gathered only where full",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         "        works.extend(start_all_gather(bucket, group))\n",
         "        if columns == room:\n            works.extend(start_all_gather(bucket, group))\n",
         (_GATHER,),
@@ -713,7 +713,7 @@ FAULTS = (
     ),
     Fault(
         "routes: the load-balance loss has those of this rank only",
-        "learn/router_loss.py",
+        "learn/update.py",
         "    sum_in_place(counts)\n",
         "",
         ("tests/ranks/test_router_partition.py",),

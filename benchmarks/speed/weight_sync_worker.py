@@ -23,9 +23,8 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_tensors
 from grpo_spmd.engine.weight_proof import local_weights_hash
-from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.engine.weight_sync import WeightSync, gather_tensors
 from grpo_spmd.model.policy import (
     DTYPES,
     Policy,

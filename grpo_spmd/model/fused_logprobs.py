@@ -396,7 +396,8 @@ def replace_logits_by_divergence_gradient(
     `numbers` [rows, 6] are those of `compare_rows`, but with the loss's gradients with respect to
     the divergences in column 0. For z = capped logit / temperature and the probabilities p of the
     policy and q of the teacher, the divergence's derivative is p - q for beta 0,
-    p (s - t - mean(s - t)) for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with means over p."""
+    p (s - t - mean(s - t)) for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with
+    means over p."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_tensors, saved_tensors
+from grpo_spmd.engine.weight_sync import gather_tensors, saved_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.records import SyncStats

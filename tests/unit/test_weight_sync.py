@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.engine import gather, weight_proof, weight_sync
-from grpo_spmd.engine.gather import gather_tensors
-from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.engine import weight_proof, weight_sync
+from grpo_spmd.engine.weight_sync import WeightSync, gather_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
 from tests.support.full_tensors import gather_full_tensors
@@ -54,13 +53,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             world.events.append("wait")
             works.clear()
 
-    monkeypatch.setattr(gather, "start_all_gather", all_gather)
-    monkeypatch.setattr(gather, "wait_for", wait_for)
-    monkeypatch.setattr(gather, "num_shards", lambda parameter: world.size)
+    monkeypatch.setattr(weight_sync, "start_all_gather", all_gather)
+    monkeypatch.setattr(weight_sync, "wait_for", wait_for)
+    monkeypatch.setattr(weight_sync, "num_shards", lambda parameter: world.size)
     monkeypatch.setattr(weight_proof, "is_first_replica", lambda parameter: True)
     monkeypatch.setattr(weight_proof, "first_matrix_row", lambda parameter: 0)
-    monkeypatch.setattr(gather, "shard_group", lambda parameter: None)
-    monkeypatch.setattr(gather.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(weight_sync, "shard_group", lambda parameter: None)
+    monkeypatch.setattr(weight_sync.dist, "get_rank", lambda group: 0)
     return world
 
 
