@@ -457,16 +457,7 @@ class RolloutEngine:
         has no request waiting for room. Returns None if `should_abort`, called once in several
         engine steps, returned True on one of the engine's ranks. Raises EngineStateError unless the
         engine is awake and holds `policy_version`."""
-        if not (self._weights_awake and self._kv_cache_awake):
-            raise EngineStateError(
-                "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache "
-                "come first"
-            )
-        if self.policy_version != policy_version:
-            raise EngineStateError(
-                f"generate: the engine holds policy_version {self.policy_version}, this step needs "
-                f"{policy_version}"
-            )
+        self._refuse_unless_ready(policy_version)
         self._end_rest()
         if self._recorder is not None:
             self._recorder.clear()
@@ -547,6 +538,19 @@ class RolloutEngine:
                     for id_ in just_finished:
                         hooks.on_completion(*id_, conversations.completions[id_][-1])
                 progress.update(len(just_finished))
+
+    def _refuse_unless_ready(self, policy_version: int) -> None:
+        """Raises EngineStateError unless the engine is awake and holds `policy_version`."""
+        if not (self._weights_awake and self._kv_cache_awake):
+            raise EngineStateError(
+                "generate: the engine is asleep; wake_weights, load_weights and wake_kv_cache "
+                "come first"
+            )
+        if self.policy_version != policy_version:
+            raise EngineStateError(
+                f"generate: the engine holds policy_version {self.policy_version}, this step needs "
+                f"{policy_version}"
+            )
 
     def take_sampling(self) -> list[tuple[float, float]]:
         """Returns the distinct (temperature, top_p) pairs of all requests since the last call."""
