@@ -402,8 +402,6 @@ class RolloutEngine:
         schedule = deal(job_sizes, expected_tokens, num_dealt, self.num_engines)
         queue = f"jobs/{self._num_shared_calls}"
         self._num_shared_calls += 1
-        # The first rank of an engine claims, and tells the others. None: no job is left.
-        claim_one = partial(claim, queue, len(schedule.queued), self.num_engines)
 
         def conversation_ids(jobs: Iterable[int]) -> list[ConversationId]:
             return [(job, number) for job in jobs for number in range(job_sizes[job])]
@@ -411,7 +409,7 @@ class RolloutEngine:
         def claim_batches() -> Iterator[list[ConversationId]]:
             yield conversation_ids(schedule.dealt[self.engine_rank])
             while schedule.queued:
-                claimed = on_first_in_group(claim_one, self._group)
+                claimed = self._claim(queue, len(schedule.queued))
                 if claimed is None:
                     return
                 yield conversation_ids([schedule.queued[claimed]])
@@ -428,6 +426,12 @@ class RolloutEngine:
         for (job, _), turns in sorted((completions or {}).items()):
             by_job.setdefault(job, []).append(turns)
         return {job: turns for job, turns in by_job.items() if len(turns) == job_sizes[job]}
+
+    def _claim(self, queue: str, num_jobs: int) -> int | None:
+        """Collective over the engine's ranks. The first of them claims the next job of `queue`.
+
+        Returns the claimed job's position in the queue, None if no job is left."""
+        return on_first_in_group(partial(claim, queue, num_jobs, self.num_engines), self._group)
 
     def _any_in_engine(self, flag: bool) -> bool:
         """Collective over the engine's ranks. Returns True on all of them if the flag is set on

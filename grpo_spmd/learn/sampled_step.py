@@ -45,6 +45,8 @@ from grpo_spmd.records import (
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 from grpo_spmd.rewards.trl import mean_metrics, retried_fracs
 
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 # The smallest share of groups that dynamic sampling is expected to keep: a refill round draws at
 # most 1 / this times the missing prompts. The share kept so far is a poor estimate after one
 # unlucky round.
@@ -204,20 +206,11 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
-            # Only an agent's episode can be idle: with tools or in a gym, an episode that has no
-            # room for a turn has another status.
-            is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
-            if is_idle.any():
-                raise RewardError(
-                    f"the agent made no request in {is_idle.sum()} of {is_idle.size} episodes, so "
-                    "that there is nothing to train on; ask for turns at the base_url that "
-                    "rollout() is given"
-                )
             raise RewardError.about(
                 next(iter(self._counts.first_errors), None),
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
-                "every value was None, NaN or not a number; see the module docstring of "
-                "grpo_spmd.rewards for what these mean",
+                "every value was None, NaN or not a number, or the agent made no request; see the "
+                "module docstring of grpo_spmd.rewards for what these mean",
             )
         # The first kept groups in the prompt stream are trained on; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
@@ -294,9 +287,7 @@ class _Rank0Step:
         )
         return self.decision
 
-    def _metrics(
-        self, rows: GroupRows, overlong: npt.NDArray[np.float64], num_used: int
-    ) -> dict[str, float | None]:
+    def _metrics(self, rows: GroupRows, overlong: Floats, num_used: int) -> dict[str, float | None]:
         """Returns the metrics over all sampled groups, also those that are dropped: the groups that
         dynamic sampling keeps would say little about the policy. `overlong` are the penalties for
         overlong completions, `num_used` is the number of groups that are trained on."""
@@ -325,9 +316,7 @@ class _Rank0Step:
         return metrics
 
 
-def rollout_advantages(
-    rewards: npt.NDArray[np.float64], advantage: AdvantageConfig
-) -> npt.NDArray[np.float32]:
+def rollout_advantages(rewards: Floats, advantage: AdvantageConfig) -> npt.NDArray[np.float32]:
     """Returns the advantages [P * G] of rewards [P, G], in the order of rollout ids."""
     advantages, _ = compute_advantages(
         torch.from_numpy(rewards), advantage.estimator, advantage.normalize_std
@@ -335,7 +324,7 @@ def rollout_advantages(
     return np.asarray(advantages.flatten())
 
 
-def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
+def find_alike(rows: GroupRows) -> Bools:
     """Returns the mask of the groups whose rewards are all alike.
 
     The rewards are those before the penalty for overlong completions, as in DAPO: four wrong
@@ -344,7 +333,7 @@ def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
     return np.asarray(is_alike)
 
 
-def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str, float | None]:
+def group_metrics(rows: GroupRows, is_alike: Bools) -> dict[str, float | None]:
     """Returns the metrics of rewards and completion lengths."""
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
@@ -362,15 +351,12 @@ def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str,
     }
 
 
-def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, float | None]:
+def reward_metrics(name: str, rewards: Floats) -> dict[str, float | None]:
     """Returns the mean and standard deviation of one function's rewards [groups, G] as metrics."""
     values = _float_grid(rewards)
     usable = values[~values.isnan()]
-    has_any = len(usable) > 0
-    return {
-        f"reward/{name}/mean": float(usable.mean()) if has_any else None,
-        f"reward/{name}/std": float(batch_std(values)) if has_any else None,
-    }
+    mean_and_std = (float(usable.mean()), float(batch_std(values))) if len(usable) else (None, None)
+    return dict(zip((f"reward/{name}/mean", f"reward/{name}/std"), mean_and_std, strict=True))
 
 
 def _float_grid(column: npt.NDArray[Any]) -> Tensor:

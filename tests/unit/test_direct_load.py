@@ -32,8 +32,8 @@ def test_any_slice_of_rows_and_columns_is_filled() -> None:
         layer, width = nn.Module(), columns // slices
         layer.weight = nn.Parameter(torch.zeros(start + retained, width))
         # rows above it, which another tensor fills
-        parts = (TensorPart("a", num_rows, initial, start, retained),)
-        parts += (TensorPart("b", start, 0, 0, start),) if start else ()
+        above_it = [TensorPart("b", start, 0, 0, start)] if start else []
+        parts = (TensorPart("a", num_rows, initial, start, retained), *above_it)
         tensor = EngineTensor("x", parts, layer.weight, None, selection, slices, layer)
         direct = DirectLoad(layer, [tensor], {"a": "a", "b": "b"}, torch.float32)
         above = torch.full((start, columns), -1.0)
