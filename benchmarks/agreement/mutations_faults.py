@@ -285,8 +285,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/attention.py",
-        "            batch.sequence_lengths,\n            batch.sequence_starts,\n",
-        "            [sum(batch.sequence_lengths)],\n            batch.sequence_starts,\n",
+        "    lengths, starts = batch.sequence_lengths, batch.sequence_starts\n",
+        "    lengths, starts = [sum(batch.sequence_lengths)], batch.sequence_starts\n",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -721,7 +721,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows: a recurrent state is not reset between sequences of one length",
-        "model/families/recurrent.py",
+        "model/families/build.py",
         _BY_SEQUENCE,
         _BY_SEQUENCE.replace("row.unflatten(0, run)", "row[None]"),
         (_PACKED_HYBRID,),
@@ -729,7 +729,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows: a convolution reads the last tokens of the neighbour",
-        "model/families/recurrent.py",
+        "model/families/build.py",
         _BY_SEQUENCE,
         "            self._module_forward(torch.cat([row.unflatten(0, run).roll(1, 0)[:, -3:], "
         "row.unflatten(0, run)], 1), *args, **options)[:, -run[1]:].flatten(0, 1)\n",

@@ -55,10 +55,8 @@ from grpo_spmd.engine.start import (
     warn_of_slow_seeds,
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
-from grpo_spmd.model.config_json import is_constant
-from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
-from grpo_spmd.model.families.stored import SavedLayout
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.config_json import is_constant, load_config
+from grpo_spmd.model.families.build import SavedLayout, as_config_error, keep_hf_classes
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.routing import num_experts
 from grpo_spmd.observe.memory import MemoryUse, measure

@@ -36,14 +36,15 @@ from grpo_spmd.engine.routes import recording_options, with_routes_if_possible
 from grpo_spmd.engine.speculation import speculation_options
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
+    checkpoint_folder,
     has_recurrent_layers,
     has_text_part,
     head_dim,
+    load_config,
     num_recurrent_layers,
     state_bytes,
     text_config,
 )
-from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.lora import engine_target_modules
 from grpo_spmd.observe.cards import cpu_cache_bytes, max_num_seqs
 from grpo_spmd.observe.memory import MemoryUse, total_bytes

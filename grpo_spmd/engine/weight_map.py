@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.model.families.stored import SavedLayout
+from grpo_spmd.model.families.build import SavedLayout
 
 
 @dataclass(frozen=True)

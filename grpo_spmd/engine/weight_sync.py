@@ -24,8 +24,8 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.reload import DirectLoad
 from grpo_spmd.engine.weight_proof import fits, local_weights_hash, prove_weights, weights_id
+from grpo_spmd.model.families.build import SavedLayout, SavedTensor, constants
 from grpo_spmd.model.families.refusals import refuse_unmatched_names
-from grpo_spmd.model.families.stored import SavedLayout, SavedTensor, constants
 from grpo_spmd.model.lora import (
     Shard,
     adapter_shards,

@@ -26,8 +26,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.build import can_import
 from grpo_spmd.model.families.logits import capped_attention
-from grpo_spmd.model.families.recurrent import can_import
 from grpo_spmd.records import MicroBatch, PrefixTree, RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"

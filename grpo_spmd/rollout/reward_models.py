@@ -26,7 +26,7 @@ from grpo_spmd.distributed.session import Session
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.episodes.chat_format import PlainText, TemplateError, render, render_with_data
 from grpo_spmd.learn.balance import fill_rows
-from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer
+from grpo_spmd.model.config_json import checkpoint_folder, load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.model.values import RewardModel, build_reward_model

@@ -18,14 +18,16 @@ from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.model.families.build import (
     as_config_error,
     build_hf_model,
+    constants,
     decoder_layers,
     keep_hf_classes,
+    saved_layout,
+    stored_layout,
 )
 from grpo_spmd.model.families.refusals import (
     refuse_unmatched_names,
     refuse_untrainable,
 )
-from grpo_spmd.model.families.stored import constants, saved_layout, stored_layout
 from tests.support.models import EXPERTS, FAMILIES, make_model
 
 

@@ -28,7 +28,7 @@ from grpo_spmd.engine import engine as of_engine
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError, Request
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.config_json import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
