@@ -197,10 +197,7 @@ class RolloutEngine:
         """Allocates the memory of the weights again. Weights that were dropped in the sleep are
         garbage until `load_weights`."""
         self._end_rest()
-        # The memory that the update freed is still in torch's cache, where vLLM's pool cannot take
-        # it.
-        torch.cuda.empty_cache()
-        self._llm.wake_up(tags=["weights"])
+        self._wake("weights")
         self._weights_awake = True
         self.policy_version = None
 
@@ -259,8 +256,7 @@ class RolloutEngine:
     def wake_kv_cache(self) -> None:
         """Allocates the memory of the KV cache again. Call it once the sync has freed its buckets,
         whose memory the cache may need."""
-        torch.cuda.empty_cache()
-        self._llm.wake_up(tags=["kv_cache"])
+        self._wake("kv_cache")
         self._kv_cache_awake = True
 
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
@@ -302,10 +298,15 @@ class RolloutEngine:
     def _end_rest(self) -> None:
         """Wakes the engine if it rests."""
         if self._use_before_rest is not None:
-            # Memory of the models that ran during the rest is in torch's cache: give it back.
-            torch.cuda.empty_cache()
-            self._llm.wake_up(tags=["weights", "kv_cache"])
+            self._wake("weights", "kv_cache")
             self._use_before_rest = None
+
+    def _wake(self, *tags: str) -> None:
+        """Has vLLM allocate memory again."""
+        # The memory that the update or other models freed is still in torch's cache, where vLLM's
+        # pool cannot take it.
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=list(tags))
 
     def pool_bytes(self) -> int:
         """Returns the size in bytes of the pool that vLLM frees in a sleep (weights and KV cache),
@@ -514,8 +515,8 @@ class RolloutEngine:
                     if early_stop is not None and self._any_in_engine(
                         self.tp_rank == 0 and early_stop.is_over()
                     ):
-                        requests = scheduler.requests.values()
-                        num_tokens = [request.num_output_tokens for request in requests]
+                        requests = scheduler.requests
+                        num_tokens = [request.num_output_tokens for request in requests.values()]
                         early_stop.drop(conversations.num_tokens(num_tokens))
                         self._abort(list(conversations.running))
                         return conversations.finished()

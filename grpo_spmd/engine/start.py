@@ -453,7 +453,7 @@ class SleepCheck:
         1 GiB."""
         self._is_cuda = device.type == "cuda"
         self._growth_bytes = growth_bytes or max(_GIB, total_bytes(device) // 20)
-        self._smallest: int | None = None
+        self._smallest = math.inf
         self._warned_at = 0
 
     def check(self, earlier: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
@@ -471,7 +471,7 @@ class SleepCheck:
         )
         freed_gib = (used_before - used_after) / _GIB
         left_bytes = used_after - held_bytes
-        self._smallest = left_bytes if self._smallest is None else min(self._smallest, left_bytes)
+        self._smallest = min(self._smallest, left_bytes)
         if left_bytes - max(self._smallest, self._warned_at) > self._growth_bytes:
             self._warned_at = left_bytes
             _log.warning(

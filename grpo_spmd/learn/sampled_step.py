@@ -45,6 +45,7 @@ from grpo_spmd.records import (
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 from grpo_spmd.rewards.trl import mean_metrics, retried_fracs
 
+Metrics = dict[str, float | None]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 # The smallest share of groups that dynamic sampling is expected to keep: a refill round draws at
@@ -287,7 +288,7 @@ class _Rank0Step:
         )
         return self.decision
 
-    def _metrics(self, rows: GroupRows, overlong: Floats, num_used: int) -> dict[str, float | None]:
+    def _metrics(self, rows: GroupRows, overlong: Floats, num_used: int) -> Metrics:
         """Returns the metrics over all sampled groups, also those that are dropped: the groups that
         dynamic sampling keeps would say little about the policy. `overlong` are the penalties for
         overlong completions, `num_used` is the number of groups that are trained on."""
@@ -333,7 +334,7 @@ def find_alike(rows: GroupRows) -> Bools:
     return np.asarray(is_alike)
 
 
-def group_metrics(rows: GroupRows, is_alike: Bools) -> dict[str, float | None]:
+def group_metrics(rows: GroupRows, is_alike: Bools) -> Metrics:
     """Returns the metrics of rewards and completion lengths."""
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
@@ -351,7 +352,7 @@ def group_metrics(rows: GroupRows, is_alike: Bools) -> dict[str, float | None]:
     }
 
 
-def reward_metrics(name: str, rewards: Floats) -> dict[str, float | None]:
+def reward_metrics(name: str, rewards: Floats) -> Metrics:
     """Returns the mean and standard deviation of one function's rewards [groups, G] as metrics."""
     values = _float_grid(rewards)
     usable = values[~values.isnan()]
@@ -393,7 +394,7 @@ def check_environment_errors(
 
 def episode_metrics(
     rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int], *, num_ranks: int
-) -> dict[str, float | None]:
+) -> Metrics:
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
 
     `calls_s` and `tools` are as in StepCounts."""
@@ -404,7 +405,7 @@ def episode_metrics(
     columns = ("turns", "segments", "tokens", "completion_tokens")
     totals = {name: int(rows[name].sum(dtype=np.int64)) for name in columns}
     num_given_tokens = totals["tokens"] - totals["completion_tokens"]
-    metrics: dict[str, float | None] = {
+    metrics: Metrics = {
         "episode/turns_mean": totals["turns"] / num_episodes,
         "episode/segments_mean": totals["segments"] / num_episodes,
         **{f"episode/{status}_frac": number / num_episodes for status, number in counts.items()},
@@ -418,7 +419,7 @@ def episode_metrics(
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 
-def seconds_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+def seconds_percentiles(name: str, seconds: Sequence[float]) -> Metrics:
     """Returns the metrics `name`_p50 and `name`_p95: percentiles of the seconds of calls, or None
     if there were no calls."""
     array = np.array(seconds, np.float32)

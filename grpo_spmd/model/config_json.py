@@ -39,6 +39,7 @@ _MAX_LINE = 300  # characters of another library's error that we quote
 # and nothing that is unpickled. Prefetch and run must ask for the same patterns: offline,
 # huggingface_hub returns a cached model only if all requested files are there.
 FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+Contents = Mapping[str, Any]  # of a config.json
 # Parameters by their names in a checkpoint, a tied lm_head once.
 Shapes = dict[str, tuple[int, ...]]
 
@@ -64,7 +65,7 @@ class Dimensions:
         return self.layers - self.recurrent_layers
 
 
-def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
+def dimensions(config: Contents) -> Dimensions | None:
     """Returns the sizes in a config.json, None if it does not name them all."""
     names = (
         "hidden_size",
@@ -94,7 +95,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     )
 
 
-def num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
+def num_recurrent_layers(config: Contents, num_layers: int) -> int:
     """Returns how many of the layers keep a state of each sequence, and no keys and values."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
@@ -104,7 +105,7 @@ def num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
     return num_layers - num_layers // interval if state_bytes(config) else 0
 
 
-def state_bytes(config: Mapping[str, Any]) -> int:
+def state_bytes(config: Contents) -> int:
     """Returns the bytes of one gated delta net's state of one sequence, 0 for other models.
 
     The engine keeps a matrix [keys, values] of each head in float32, and the convolution's last
@@ -148,12 +149,12 @@ def head_dim(config: Any) -> int:
     return int(size("head_dim") or (size("hidden_size") // heads if heads else 0))
 
 
-def has_text_part(config: Mapping[str, Any]) -> bool:
+def has_text_part(config: Contents) -> bool:
     """Returns True if a config.json is of several models, of which the text part trains."""
     return config.get("model_type") in _WITH_TEXT_PART
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Contents) -> dict[str, Any]:
     """Returns the config.json of the model that trains: of the text part, if there are others.
 
     Raises ConfigError if it has no text part."""
@@ -165,7 +166,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
-def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+def has_recurrent_layers(config: Contents) -> bool:
     """Returns True if a config.json names layers with a convolution or a recurrent state."""
     return any(re.match(_RECURRENT_KEYS, name) for name in config)
 
@@ -205,7 +206,7 @@ def has_experts(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[1] > 1
 
 
-def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
+def num_active_parameters(shapes: Shapes, config: Contents) -> int:
     """Returns the parameters that a token is multiplied with: of a layer's experts those that it
     takes.
 
@@ -222,7 +223,7 @@ def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     return total
 
 
-def route_bytes_per_token(config: Mapping[str, Any]) -> int:
+def route_bytes_per_token(config: Contents) -> int:
     """Returns the bytes of a token's routes, the numbers of the experts that each layer takes.
 
     0 for a dense model, and for a recurrent one, whose routes no engine records."""
@@ -289,7 +290,7 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     }
 
 
-def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
+def shapes_from_config(config: Contents) -> Shapes:
     """Returns the parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3, {} for other models."""
     sizes = dimensions(config)
     family = config.get("model_type")
@@ -341,14 +342,14 @@ def follows_the_row(rope_type: object) -> bool:
     return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
 
 
-def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
+def refuse_by_config(config: Contents, path: str) -> None:
     """Raises ConfigError if the contents of a config.json show that the model cannot train."""
     # The first reason is enough.
     for reason in _reasons(config):
         raise ConfigError(f"model.path: {path} {reason}")
 
 
-def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
+def _reasons(config: Contents) -> Iterator[str]:
     """Yields the reasons for which a model with this config.json cannot train."""
     for key in ("quantization_config", "compression_config"):
         if quantisation := config.get(key):
@@ -386,7 +387,7 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
             )
 
 
-def load_tokenizer(path: str, chat_template_kwargs: Mapping[str, Any] | None = None) -> Any:
+def load_tokenizer(path: str, chat_template_kwargs: Contents | None = None) -> Any:
     """Returns the model's tokenizer. `chat_template_kwargs` are passed to its chat template at each
     call.
 

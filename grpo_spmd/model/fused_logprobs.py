@@ -24,6 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_spmd.model.logprobs import (
     Cap,
+    Chunks,
+    Gradients,
     Head,
     Hidden,
     Scores,
@@ -66,12 +68,12 @@ class FusedTokenLogprobs(torch.autograd.Function):
         return results[:, 0].clone(), results[:, 1].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head, target_ids, results = ctx.saved_tensors
         numbers = torch.cat([results[:, 1:], torch.stack(grads, dim=1)], dim=1)
 
-        def product_gradients() -> Iterator[tuple[slice, Tensor]]:
+        def product_gradients() -> Chunks:
             for rows, logits in _products(hidden, head, ctx.chunk):
                 _launch(
                     replace_logits_by_gradient,
@@ -119,12 +121,12 @@ class FusedDivergence(torch.autograd.Function):
         return results[:, 0].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head, results = ctx.saved_tensors
         numbers = torch.cat([grad_output[:, None], results[:, 1:]], dim=1)
 
-        def product_gradients() -> Iterator[tuple[slice, Tensor]]:
+        def product_gradients() -> Chunks:
             for rows, logits, teacher_logits in _products_of_both(ctx, hidden, head):
                 _launch(
                     replace_logits_by_divergence_gradient,
@@ -139,7 +141,7 @@ class FusedDivergence(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None, None, None
 
 
-def _products(hidden: Tensor, head: Tensor, chunk: int) -> Iterator[tuple[slice, Tensor]]:
+def _products(hidden: Tensor, head: Tensor, chunk: int) -> Chunks:
     """Yields for each chunk of tokens (slice of the chunk, logits [rows, V] in the compute dtype).
     The next chunk overwrites the logits."""
     buffer = hidden.new_empty(min(chunk, len(hidden)), len(head))

@@ -20,7 +20,7 @@ the two distributions in code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,9 @@ Hidden = Float[Tensor, "C D"]
 Head = Float[Tensor, "V D"]
 TargetIds = Int[Tensor, " C"]
 Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropies
+# Slices of the tokens, each with a tensor [rows, V].
+Chunks = Iterator[tuple[slice, Tensor]]
+Gradients = tuple[Tensor | None, ...]  # of the arguments of an autograd function
 Cap = float | None
 """The soft cap of the logits: logits become cap * tanh(logits / cap)."""
 TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
@@ -86,7 +89,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         grad_logprobs, grad_entropy = grads
         hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
@@ -96,7 +99,7 @@ class TokenLogprobs(torch.autograd.Function):
         needs_two = grad_entropy is not None or softcap is not None
         buffers = _Buffers(max(1, chunk // 2) if needs_two else chunk, hidden, head, two=needs_two)
 
-        def product_gradients() -> Iterator[tuple[slice, Tensor]]:
+        def product_gradients() -> Chunks:
             for rows, logits in buffers.scaled_logits(hidden, head, temperature, softcap):
                 # d logprob / d logits = onehot - p, and d entropy / d logits =
                 # -p * (log p + entropy). Both are multiplied by 1 / temperature.
@@ -123,7 +126,7 @@ class TokenLogprobs(torch.autograd.Function):
 
 
 def sum_gradients(
-    ctx: Any, hidden: Tensor, head: Tensor, product_gradients: Iterable[tuple[slice, Tensor]]
+    ctx: Any, hidden: Tensor, head: Tensor, product_gradients: Chunks
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of the hidden states and the head, from those of chunks of their
     product: (slice of the tokens, [rows, V] in the compute dtype).
@@ -159,7 +162,7 @@ class _Buffers:
 
     def scaled_logits(
         self, hidden: Tensor, head: Tensor, temperature: float, softcap: Cap
-    ) -> Iterator[tuple[slice, Tensor]]:
+    ) -> Chunks:
         """Yields for each chunk (slice of the tokens, `_scaled_logits` in the first float32
         buffer)."""
         for rows in chunks(len(hidden), len(self._float)):
@@ -288,13 +291,13 @@ class Divergence(torch.autograd.Function):
         return divergence
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head = ctx.saved_tensors
         temperature, chunk, softcap = ctx.settings
         teacher = ctx.teacher
 
-        def product_gradients() -> Iterator[tuple[slice, Tensor]]:
+        def product_gradients() -> Chunks:
             for rows in chunks(len(hidden), _num_rows(chunk)):
                 scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
                 log_p = scaled.log_softmax(-1)

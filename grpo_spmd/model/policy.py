@@ -275,16 +275,13 @@ def build_policy(
     load_weights(hf_named_parameters(policy), folder, stored)
     load_weights(constants(policy.model).items(), folder)
     lora.initialise_adapters(policy.model, seed)
-    adapters = ""
-    if has_adapters:
-        num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        adapters = f", {num_trained / 1e6:.3g} M of them in adapters that train,"
+    num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     _log.info(
-        "%s: %s, %.1f M parameters%s over %s ranks, %s attention",
+        "%s: %s, %.1f M parameters, %.3g M of them trained, over %s ranks, %s attention",
         "policy" if trainable else role,
         type(policy.model).__name__,
         policy.num_parameters / 1e6,
-        adapters,
+        num_trained / 1e6,
         " x ".join(map(str, session.mesh.shape)),  # replicas x ranks of each
         attention,
     )
