@@ -23,7 +23,6 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, read_tree, trains_on_cpu
 from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.embedded_run import embedded_run
-from grpo_spmd.engine.failures import end_engines
 from grpo_spmd.observe.followers import finish_all
 from grpo_spmd.rewards.named import function_name, function_spec, pack_functions, registered
 from grpo_spmd.train import prepare_torch
@@ -131,6 +130,8 @@ def _train(config: Config) -> RunResult:
 def _release() -> None:
     """Ends the trackers, the engine and the process group that a failed run has left behind."""
     import torch.distributed as dist
+
+    from grpo_spmd.engine.start import end_engines
 
     finish_all()
     end_engines()

@@ -49,14 +49,14 @@ from grpo_spmd.files import write_durably
 from grpo_spmd.learn.balance import attention_cost_ratio
 from grpo_spmd.learn.sampled_step import StepRules
 from grpo_spmd.learn.update import PolicyUpdater, ValueHead
-from grpo_spmd.model.config_json import has_recurrent_layers
-from grpo_spmd.model.families.refusals import refuse_untrainable
-from grpo_spmd.model.hf_files import (
+from grpo_spmd.model.config_json import (
     checkpoint_folder,
+    has_recurrent_layers,
     load_config,
     load_tokenizer,
     stop_token_ids,
 )
+from grpo_spmd.model.families.refusals import refuse_untrainable
 from grpo_spmd.model.offload import HostOffload
 from grpo_spmd.model.policy import (
     Policy,

@@ -149,12 +149,12 @@ OPTIONS = (
     ),
     Row(
         f"{_STATE}.destroy_model_parallel",
-        "failures.py ends what a failed run has left of the groups",
+        "start.py ends what a failed run has left of the groups",
         "()",
     ),
     Row(
         f"{_STATE}.destroy_distributed_environment",
-        "failures.py: the next engine would take the old world for its own",
+        "start.py: the next engine would take the old world for its own",
         "()",
         says=("_WORLD = None",),
     ),
@@ -195,7 +195,7 @@ STATES = (
     ),
     Row(
         f"{_WORKER}.sleep",
-        "its error where another process took memory (failures.py): the run ends then",
+        "its error where another process took memory: the run ends then",
         says=("Memory usage increased after sleeping",),
     ),
     Row(

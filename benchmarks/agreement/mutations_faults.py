@@ -91,8 +91,8 @@ _BY_SEQUENCE = (
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
-_COPY = "copy(tensor_part, blocks, start, (block_rows, columns))\n"
-_LOAD = "            self._engine.load_weights(weights, step, direct, pieces=pieces)\n"
+_COPY = "                _copy_part(tensor, tensor_part, rows_of[key], matrix)\n"
+_LOAD = "            self._engine.load_weights(weights, step, direct, gathered=gathered)\n"
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"
 
@@ -114,9 +114,9 @@ FAULTS = (
     ),
     Fault(
         "one tensor stale: k_proj of layer 1 keeps its first value",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _VALUES,
-        "        name, kept = shard.name, gather_pieces.__dict__.setdefault('kept', {})\n"
+        "        name, kept = shard.name, gather_tensors.__dict__.setdefault('kept', {})\n"
         "        values = shard.local_rows().detach().reshape(-1)\n"
         "        return kept.setdefault(name, values.clone()) if 'layers.1.self_attn.k_proj' in "
         "name else values\n",
@@ -125,7 +125,7 @@ FAULTS = (
     ),
     Fault(
         "stale expert: the second keeps its first down_proj",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.experts.1.down_proj' in target.name:\n"
         "                rows = saved_tensors.__dict__.setdefault(target.name, rows.clone())\n"
@@ -136,7 +136,7 @@ FAULTS = (
     ),
     Fault(
         "gate and up of the experts swapped",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.experts.' in name:\n"
         "                swapped = {'gate_proj': 'up_proj', 'up_proj': 'gate_proj'}\n"
@@ -150,7 +150,7 @@ FAULTS = (
     ),
     Fault(
         "shared expert dropped: the engine gets zeros",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _SAVED,
         "            if '.shared_experts.down_proj' in target.name:\n"
         "                rows = torch.zeros_like(rows)\n"
@@ -179,21 +179,21 @@ FAULTS = (
     ),
     Fault(
         "tied head stale: its packed copy is not made anew",
-        "engine/direct_load.py",
-        "        if not self.is_copied:\n            _pack(self._layer)\n",
+        "engine/reload.py",
+        "            if _is_packed_copy(tensor):\n                _pack(layer)\n",
         "",
         (_TIED,),
         of_sync=True,
     ),
     Fault(
         "a slice off by a row: the value heads, copied into the engine",
-        "engine/direct_load.py",
-        f"                matrix.{_COPY}",
+        "engine/reload.py",
+        _COPY,
         "                if tensor_part.name.endswith('v_proj.weight') and "
         "tensor_part.num_rows > 1:\n"
         "                    tensor_part = __import__('dataclasses').replace(tensor_part, "
         "hf_start=tensor_part.hf_start + 1, num_rows=tensor_part.num_rows - 1)\n"
-        f"                matrix.{_COPY}",
+        f"{_COPY}",
         (_UNTIED,),
         of_sync=True,
     ),
@@ -208,7 +208,7 @@ FAULTS = (
     ),
     Fault(
         "transposed: square tensors, in the gather",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         _YIELD,
         f"{_TENSOR}            yield name, tensor.T if tensor.ndim == 2 and len(tensor) == "
         "tensor.shape[1] else "
@@ -218,7 +218,7 @@ FAULTS = (
     ),
     Fault(
         "last bucket of the sync dropped: gathered only where full",
-        "engine/gather.py",
+        "engine/weight_sync.py",
         "        works.extend(start_all_gather(bucket, group))\n",
         "        if columns == room:\n            works.extend(start_all_gather(bucket, group))\n",
         (_GATHER,),
@@ -285,8 +285,8 @@ FAULTS = (
     Fault(
         "sequences of a row see their neighbours",
         "model/attention.py",
-        "            batch.sequence_lengths,\n            batch.sequence_starts,\n",
-        "            [sum(batch.sequence_lengths)],\n            batch.sequence_starts,\n",
+        "    lengths, starts = batch.sequence_lengths, batch.sequence_starts\n",
+        "    lengths, starts = [sum(batch.sequence_lengths)], batch.sequence_starts\n",
         ("tests/unit/test_policy.py::test_a_sequence_does_not_see_its_neighbours_in_the_row",),
     ),
     Fault(
@@ -713,7 +713,7 @@ FAULTS = (
     ),
     Fault(
         "routes: the load-balance loss has those of this rank only",
-        "learn/router_loss.py",
+        "learn/update.py",
         "    sum_in_place(counts)\n",
         "",
         ("tests/ranks/test_router_partition.py",),
@@ -721,7 +721,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows: a recurrent state is not reset between sequences of one length",
-        "model/families/recurrent.py",
+        "model/families/build.py",
         _BY_SEQUENCE,
         _BY_SEQUENCE.replace("row.unflatten(0, run)", "row[None]"),
         (_PACKED_HYBRID,),
@@ -729,7 +729,7 @@ FAULTS = (
     ),
     Fault(
         "packed rows: a convolution reads the last tokens of the neighbour",
-        "model/families/recurrent.py",
+        "model/families/build.py",
         _BY_SEQUENCE,
         "            self._module_forward(torch.cat([row.unflatten(0, run).roll(1, 0)[:, -3:], "
         "row.unflatten(0, run)], 1), *args, **options)[:, -run[1]:].flatten(0, 1)\n",

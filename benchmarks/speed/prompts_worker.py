@@ -17,7 +17,7 @@ from grpo_spmd.config.load import load_config
 from grpo_spmd.data import cache
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.tokens import build_prompts, digests_of
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 
 _ENCODED = 10_000  # texts that encode_s is measured with
 

@@ -45,7 +45,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.model.offload import HostOffload, optimizer_state, storage_of
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model_files import read_reward_model

@@ -23,9 +23,8 @@ from grpo_spmd.distributed.collectives import on_rank0, start_all_gather, wait_f
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import gather_pieces
 from grpo_spmd.engine.weight_proof import local_weights_hash
-from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.engine.weight_sync import WeightSync, gather_tensors
 from grpo_spmd.model.policy import (
     DTYPES,
     Policy,
@@ -89,9 +88,9 @@ def main() -> None:
         full = torch.empty(
             sum(sizes) // dtype.itemsize + (1 << 20), dtype=dtype, device=session.device
         ).zero_()
-        timed["gather alone"] = _pieces(policy, dtype, bucket_bytes)
-        timed["gather and copy"] = _pieces(policy, dtype, bucket_bytes, full)
-        timed["gather and copy, named"] = _pieces(policy, dtype, bucket_bytes, full, is_named=True)
+        timed["gather alone"] = _tensors(policy, dtype, bucket_bytes)
+        timed["gather and copy"] = _tensors(policy, dtype, bucket_bytes, full)
+        timed["gather and copy, named"] = _tensors(policy, dtype, bucket_bytes, full, is_named=True)
         # what vLLM takes when nothing is gathered
         ready = list(gather_full_tensors(policy, dtype, 1 << 20, SyncStats()))
         timed["vLLM's load alone"] = lambda: _load(engine, ready)
@@ -147,22 +146,22 @@ def _gather(policy: Policy, dtype: torch.dtype, bucket_bytes: int) -> Callable[[
     return run
 
 
-def _pieces(
+def _tensors(
     policy: Policy,
     dtype: torch.dtype,
     bucket_bytes: int,
     into: torch.Tensor | None = None,
     is_named: bool = False,
 ) -> Callable[[], SyncStats]:
-    """As a direct load draws them; copied out, padding too, where there is a place for them."""
+    """As a direct load draws them; copied out where there is a place for them."""
 
     def run() -> SyncStats:
         stats, shards = SyncStats(), list(hf_named_shards(policy))
         position = 0
-        for *_, piece in gather_pieces(shards, dtype, bucket_bytes, stats):
+        for _, tensor in gather_tensors(shards, dtype, bucket_bytes, stats):
             if into is not None:
-                into[position : position + piece.numel()].view(piece.shape).copy_(piece)
-            position += piece.numel()
+                into[position : position + tensor.numel()].view(tensor.shape).copy_(tensor)
+            position += tensor.numel()
         if is_named:
             local_weights_hash(shards, dtype)
         return stats

@@ -38,7 +38,7 @@ from grpo_spmd.model.config_json import has_text_part, is_constant
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from grpo_spmd.model.families.stored import SavedLayout, SavedTensor
+    from grpo_spmd.model.families.build import SavedLayout, SavedTensor
 
 
 # The most bytes of an output file (unless a single tensor has more), and of rows read at a time.
@@ -97,7 +97,7 @@ class _StoredRows:
 
     def read(self, dtype: str) -> Tensor:
         """Returns the rows as `dtype`, rounded to nearest even."""
-        from grpo_spmd.model.families.stored import SavedTensor, read_rows
+        from grpo_spmd.model.families.build import SavedTensor, read_rows
         from grpo_spmd.model.sharding import num_columns
 
         name, shape = self.tensor.name, self.tensor.shape
@@ -126,7 +126,7 @@ def _saved_tensors(
     is_part = has_text_part(read_model_config(folder))
     if not is_part and all(len(tensor.shape) < 3 for tensor in tensors.values()):
         return dict(tensors)
-    from grpo_spmd.model.families.stored import build_on_meta, saved_layout, stored_layout
+    from grpo_spmd.model.families.build import build_on_meta, saved_layout, stored_layout
 
     model = build_on_meta(str(folder))
     layout = saved_layout(model)
@@ -165,7 +165,7 @@ def _base_files(path: str, trainer: Mapping[str, Any], remedy: str) -> dict[str,
     from huggingface_hub.errors import HfHubHTTPError
 
     from grpo_spmd.checkpoint.state import model_fingerprint
-    from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+    from grpo_spmd.model.config_json import checkpoint_folder, tensor_files
 
     try:
         folder = checkpoint_folder(path)
@@ -487,7 +487,7 @@ def _merged_tensors(
     A tied lm_head is there only once. Raises ConfigError if the base model lacks a tensor, and
     CheckpointError if an adapter belongs to no parameter or does not have the shape for it.
     """
-    from grpo_spmd.model.families.stored import (
+    from grpo_spmd.model.families.build import (
         SavedTensor,
         build_on_meta,
         saved_layout,

@@ -40,7 +40,7 @@ from grpo_spmd.distributed.preemption import remove_marker, write_marker
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.files import sync_path
 from grpo_spmd.learn.update import PolicyUpdater
-from grpo_spmd.model.hf_files import checkpoint_folder
+from grpo_spmd.model.config_json import checkpoint_folder
 from grpo_spmd.model.lora import write_peft_config
 from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy

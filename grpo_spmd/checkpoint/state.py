@@ -24,8 +24,8 @@ from grpo_spmd.config.schema import POLICY
 from grpo_spmd.data.tokens import digests_of
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.update import PolicyUpdater
-from grpo_spmd.model.families.stored import constants
-from grpo_spmd.model.hf_files import checkpoint_folder
+from grpo_spmd.model.config_json import checkpoint_folder
+from grpo_spmd.model.families.build import constants
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import as_shard

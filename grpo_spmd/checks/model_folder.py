@@ -18,7 +18,6 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.data.hub import check_reachable
-from grpo_spmd.engine.failures import cpu_cache_bytes, host_bytes
 from grpo_spmd.files import (
     UntrustedError,
     read_header,
@@ -39,6 +38,7 @@ from grpo_spmd.model.config_json import (
     shapes_from_headers,
     text_config,
 )
+from grpo_spmd.observe.cards import cpu_cache_bytes, host_bytes
 
 _COPY_AGAIN = "copy or download it again"
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"

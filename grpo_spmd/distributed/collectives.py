@@ -59,11 +59,14 @@ def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes)
     return _run_and_send(fn, gather_bytes(payload), _scatter_bytes)
 
 
-def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup) -> T:
+def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Collective over `group`. Calls `make` on the group's first rank; all ranks get its result.
 
-    The result is sent as JSON. Errors are raised as in `on_rank0`.
+    The result is sent as JSON. Errors are raised as in `on_rank0`. None is a group of this rank
+    alone, which only calls `make`.
     """
+    if group is None:
+        return make()
     payloads = [b""] if dist.get_rank(group) == 0 else None
     reply = _run_and_send(
         lambda _: [_encode(make())],

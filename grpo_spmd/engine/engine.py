@@ -33,15 +33,11 @@ from grpo_spmd.distributed.collectives import (
 )
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session, engine_group
-from grpo_spmd.engine.direct_load import DirectLoad
-from grpo_spmd.engine.failures import memory_taken_in_sleep, running_engines
-from grpo_spmd.engine.gather import Piece
-from grpo_spmd.engine.reload import EngineAdapters, WeightReload
+from grpo_spmd.engine.reload import DirectLoad, EngineAdapters, WeightReload
 from grpo_spmd.engine.requests import (
     Capacity,
     ConversationId,
     Conversations,
-    EarlyStop,
     EngineStateError,
     GenerationHooks,
     Request,
@@ -54,21 +50,20 @@ from grpo_spmd.engine.start import (
     SleepCheck,
     allocator_settings_kept,
     isolated,
+    running_engines,
     start_vllm,
     warn_of_slow_seeds,
 )
 from grpo_spmd.engine.weight_map import EngineTensor, engine_tensors
-from grpo_spmd.model.config_json import is_constant
-from grpo_spmd.model.families.build import as_config_error, keep_hf_classes
-from grpo_spmd.model.families.stored import SavedLayout
-from grpo_spmd.model.hf_files import load_config
+from grpo_spmd.model.config_json import is_constant, load_config
+from grpo_spmd.model.families.build import SavedLayout, as_config_error, keep_hf_classes
 from grpo_spmd.model.lora import hf_name
 from grpo_spmd.model.routing import num_experts
 from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-# The ranks of an engine agree on whether to end a generation early once in this many engine steps.
+# An engine asks whether to end a generation early once in this many steps.
 _AGREE_EVERY_STEPS = 8
 
 
@@ -99,9 +94,9 @@ class RolloutEngine:
         """Collective. Starts the engine with dummy weights, then puts it to sleep.
 
         The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
-        longest completion. `should_abort` is called before each engine step of `generate_shared`;
-        once it has returned True it must always do so. `num_sequences` is the largest number of
-        requests that one engine gets at a time."""
+        longest completion. `should_abort` is called once in several engine steps of
+        `generate_shared`; once it has returned True it must always do so. `num_sequences` is the
+        largest number of requests that one engine gets at a time."""
         self._rollout = rollout
         self._session = session
         self._should_abort = should_abort
@@ -202,10 +197,7 @@ class RolloutEngine:
         """Allocates the memory of the weights again. Weights that were dropped in the sleep are
         garbage until `load_weights`."""
         self._end_rest()
-        # The memory that the update freed is still in torch's cache, where vLLM's pool cannot take
-        # it.
-        torch.cuda.empty_cache()
-        self._llm.wake_up(tags=["weights"])
+        self._wake("weights")
         self._weights_awake = True
         self.policy_version = None
 
@@ -214,21 +206,22 @@ class RolloutEngine:
         weights: Iterable[tuple[str, Tensor]],
         policy_version: int,
         direct: DirectLoad | None = None,
-        pieces: Iterable[Piece] = (),
+        gathered: Iterable[tuple[str, Tensor]] = (),
     ) -> None:
         """Collective over the engine's ranks. Replaces every weight.
 
         `weights` yields (name in the checkpoint, full tensor) pairs for vLLM's loader. If `direct`
-        is given, it first copies the tensors that it covers from `pieces`. If `takes_adapters`, all
-        of these are the base weights, and `load_adapters` must follow. Raises EngineStateError if
-        the engine is asleep, if requests still run, or if an engine parameter got no new values."""
+        is given, it first draws the tensors that it copies from `gathered`. If `takes_adapters`,
+        all of these are the base weights, and `load_adapters` must follow. Raises EngineStateError
+        if the engine is asleep, if requests still run, or if an engine parameter got no new
+        values."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version = None
         self._holds_weights = False
         with isolated():
             if direct is not None:
-                self._llm.apply_model(lambda _: direct(pieces))
+                self._llm.apply_model(lambda _: direct(gathered))
             self._reload(weights, direct.covered if direct is not None else ())
         self.reset_prefix_cache()  # it was computed with the old weights
         self._holds_weights = True
@@ -263,8 +256,7 @@ class RolloutEngine:
     def wake_kv_cache(self) -> None:
         """Allocates the memory of the KV cache again. Call it once the sync has freed its buckets,
         whose memory the cache may need."""
-        torch.cuda.empty_cache()
-        self._llm.wake_up(tags=["kv_cache"])
+        self._wake("kv_cache")
         self._kv_cache_awake = True
 
     def sleep(self, held_bytes: int | None = None) -> dict[str, float]:
@@ -298,27 +290,23 @@ class RolloutEngine:
             self._use_before_rest = self._put_to_sleep(1)
 
     def _put_to_sleep(self, level: int) -> MemoryUse:
-        """Has vLLM sleep at `level`. Returns the memory in use before the sleep.
-
-        Raises RuntimeError if another process meanwhile took more memory than the sleep freed."""
+        """Has vLLM sleep at `level`. Returns the memory in use before the sleep."""
         use_before = self._measure()
-        try:
-            self._llm.sleep(level=level)
-        except AssertionError as error:
-            used_bytes = (use_before.driver_used, self._measure().driver_used)
-            text = memory_taken_in_sleep(str(error), used_bytes, self.pool_bytes())
-            if text is None:
-                raise
-            raise RuntimeError(text) from error
+        self._llm.sleep(level=level)
         return use_before
 
     def _end_rest(self) -> None:
         """Wakes the engine if it rests."""
         if self._use_before_rest is not None:
-            # Memory of the models that ran during the rest is in torch's cache: give it back.
-            torch.cuda.empty_cache()
-            self._llm.wake_up(tags=["weights", "kv_cache"])
+            self._wake("weights", "kv_cache")
             self._use_before_rest = None
+
+    def _wake(self, *tags: str) -> None:
+        """Has vLLM allocate memory again."""
+        # The memory that the update or other models freed is still in torch's cache, where vLLM's
+        # pool cannot take it.
+        torch.cuda.empty_cache()
+        self._llm.wake_up(tags=list(tags))
 
     def pool_bytes(self) -> int:
         """Returns the size in bytes of the pool that vLLM frees in a sleep (weights and KV cache),
@@ -427,7 +415,7 @@ class RolloutEngine:
 
         batches = claim_batches()
         completions = self._generate(
-            batches, max_in_flight, policy_version, hooks, must_abort=self._must_abort
+            batches, max_in_flight, policy_version, hooks, should_abort=self._should_abort
         )
         # Even after an early end every engine must go on claiming until it gets None, since the
         # last such claim deletes the queue from the store (`claim`). Drop these jobs.
@@ -442,29 +430,12 @@ class RolloutEngine:
         """Collective over the engine's ranks. The first of them claims the next job of `queue`.
 
         Returns the claimed job's position in the queue, None if no job is left."""
-        group = self._group
-        claim_one = partial(claim, queue, num_jobs, self.num_engines)
-        return claim_one() if group is None else on_first_in_group(claim_one, group)
+        return on_first_in_group(partial(claim, queue, num_jobs, self.num_engines), self._group)
 
-    def _must_abort(self, num_steps: int) -> bool:
-        """Collective over the engine's ranks. Returns True on all of them if `should_abort` is True
-        on one of them. Called before each engine step; several ranks agree only every few steps."""
-        group = self._group
-        if group is None:
-            return self._should_abort()
-        # The ranks of an engine make the same steps, so all of them reach `any_rank` at this one.
-        return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
-
-    def _is_stopped(self, early_stop: EarlyStop, num_steps: int) -> bool:
-        """Collective over the engine's ranks. Returns True on all of them if `early_stop` ends the
-        generation.
-
-        Only the engine's first rank asks `early_stop`, and only once in several steps."""
-        if num_steps % _AGREE_EVERY_STEPS:
-            return False
-        group = self._group
-        is_over = self.tp_rank == 0 and early_stop.is_over()
-        return is_over if group is None else any_rank(is_over, group)
+    def _any_in_engine(self, flag: bool) -> bool:
+        """Collective over the engine's ranks. Returns True on all of them if the flag is set on
+        one."""
+        return flag if self._group is None else any_rank(flag, self._group)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Makes vLLM drop these requests, which must be all of its unfinished requests."""
@@ -481,13 +452,14 @@ class RolloutEngine:
         max_in_flight: int,
         policy_version: int,
         hooks: GenerationHooks,
-        must_abort: Callable[[int], bool] = lambda num_steps: False,
+        should_abort: Callable[[], bool] = lambda: False,
     ) -> dict[ConversationId, list[Completion]] | None:
         """Samples the conversations in `batches`. Returns the completions of those that are over.
 
         The next batch is drawn whenever fewer than `max_in_flight` conversations are open and vLLM
-        has no request waiting for room. Returns None if `must_abort`, called with the number of
-        engine steps so far, returned True. Raises EngineStateError unless the engine is ready."""
+        has no request waiting for room. Returns None if `should_abort`, called once in several
+        engine steps, returned True on one of the engine's ranks. Raises EngineStateError unless the
+        engine is awake and holds `policy_version`."""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
         if self._recorder is not None:
@@ -497,11 +469,8 @@ class RolloutEngine:
         generation: AbstractContextManager[None] = nullcontext()
         if speculation is not None:
             # It comes from times, which differ between ranks, and all ranks must draft alike.
-            base_rows = speculation.base_rows
-            generation = speculation.generation(
-                base_rows() if self._group is None else on_first_in_group(base_rows, self._group),
-                conversations.running,
-            )
+            base_rows = on_first_in_group(speculation.base_rows, self._group)
+            generation = speculation.generation(base_rows, conversations.running)
         scheduler = self._engine.engine_core.engine_core.scheduler
         no_more_batches = False
         num_steps = 0
@@ -535,20 +504,22 @@ class RolloutEngine:
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
                     return conversations.finished()
-                # While no request runs, each turn of this loop waits a long time for late requests,
-                # and `num_steps` stands still. Pass 0, for which the ranks always agree.
-                step_to_agree = num_steps if conversations.running else 0
-                if must_abort(step_to_agree):
-                    self._abort(list(conversations.running))
-                    return None
-                if hooks.early_stop is not None and self._is_stopped(
-                    hooks.early_stop, step_to_agree
-                ):
-                    requests = scheduler.requests
-                    num_tokens = [request.num_output_tokens for request in requests.values()]
-                    hooks.early_stop.drop(conversations.num_tokens(num_tokens))
-                    self._abort(list(conversations.running))
-                    return conversations.finished()
+                # The ranks of an engine make the same steps, so all of them agree at this one.
+                # While no request runs, each turn of this loop waits a long time for late requests.
+                if not conversations.running or num_steps % _AGREE_EVERY_STEPS == 0:
+                    if self._any_in_engine(should_abort()):
+                        self._abort(list(conversations.running))
+                        return None
+                    early_stop = hooks.early_stop
+                    # Only the engine's first rank asks.
+                    if early_stop is not None and self._any_in_engine(
+                        self.tp_rank == 0 and early_stop.is_over()
+                    ):
+                        requests = scheduler.requests
+                        num_tokens = [request.num_output_tokens for request in requests.values()]
+                        early_stop.drop(conversations.num_tokens(num_tokens))
+                        self._abort(list(conversations.running))
+                        return conversations.finished()
                 num_steps += 1
                 if hooks.before_step is not None:
                     hooks.before_step()

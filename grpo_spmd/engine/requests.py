@@ -274,27 +274,22 @@ class Conversations:
         late = self._hooks.late_requests
         assert late is not None, "next_request returned LATER, and there are no late_requests"
         timeout_s = 0.0 if self.running else LATE_REQUESTS_WAIT_S
-        if self._group is None:
-            arrived = late.ready(timeout_s)
-        else:
-            # Requests travel as plain lists, since the collective sends JSON.
-            plain_requests: list[Any] = on_first_in_group(
-                lambda: [
-                    (id_, request and astuple(request)) for id_, request in late.ready(timeout_s)
-                ],
-                self._group,
-            )
-            arrived = [
-                (tuple(id_), None if fields is None else Request(*fields))
-                for id_, fields in plain_requests
-            ]
-        for id_, _ in arrived:
-            if id_ not in self._waiting:
+        # Requests travel as plain lists, since the collective sends JSON.
+        arrived: list[Any] = on_first_in_group(
+            lambda: [(id_, request and astuple(request)) for id_, request in late.ready(timeout_s)],
+            self._group,
+        )
+        requests = []
+        for (job, number), fields in arrived:
+            if (job, number) not in self._waiting:
                 raise EngineStateError(
-                    f"generate: a request for conversation {id_}, which does not wait for one"
+                    f"generate: a request for conversation {(job, number)}, which does not wait "
+                    "for one"
                 )
-            self._waiting.remove(id_)
-        return self._start((id_, request) for id_, request in arrived if request is not None)
+            self._waiting.remove((job, number))
+            if fields is not None:
+                requests.append(((job, number), Request(*fields)))
+        return self._start(requests)
 
     def end_turn(self, request_id: str, completion: Completion) -> ConversationId:
         """Adds the completion of a finished request to its conversation. Returns the

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from grpo_spmd.model.hf_files import first_line
+from grpo_spmd.model.config_json import first_line
 from grpo_spmd.model.routing import num_experts
 from grpo_spmd.records import Routes
 

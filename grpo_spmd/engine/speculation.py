@@ -21,6 +21,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from statistics import fmean, linear_regression, pvariance
 from typing import Any
 
 import torch
@@ -177,31 +178,24 @@ class StepCost:
     """Measures the time of an engine step as `base + slope * rows`, by least squares over recent
     steps. The rows are the places at which a step samples."""
 
-    _DECAY = 0.998
-
     def __init__(self) -> None:
-        # Sums of 1, rows, seconds, rows * rows and rows * seconds.
-        self._sums = [0.0] * 5
+        # Rows and seconds of the newest steps.
+        self._steps: deque[tuple[int, float]] = deque(maxlen=500)
 
     def add(self, rows: int, seconds: float) -> None:
         """Notes one step without prompts."""
-        count, _, total_s, *_ = self._sums
-        # A step that waited for other processes says nothing about rows.
-        if count > 10:
-            seconds = min(seconds, 3 * total_s / count)
-        values = (1, rows, seconds, rows * rows, rows * seconds)
-        self._sums = [self._DECAY * old + new for old, new in zip(self._sums, values, strict=True)]
+        self._steps.append((rows, seconds))
 
     def base_rows(self) -> float:
         """Returns how many rows cost as much as a step without any, between 1 and 1,000; 16 while
         steps of different sizes are lacking, which drafts will bring."""
-        count, rows, seconds, squares, products = self._sums
-        variance = count * squares - rows * rows
+        rows = [rows for rows, _ in self._steps]
         # 10 steps, and a standard deviation of one row.
-        if count < 10 or variance < count * count:
+        if len(rows) < 10 or pvariance(rows) < 1:
             return 16.0
-        slope = (count * products - rows * seconds) / variance
-        base = (seconds - slope * rows) / count
+        # A step that waited for other processes says nothing about rows.
+        longest = 3 * fmean(seconds for _, seconds in self._steps)
+        slope, base = linear_regression(rows, [min(s, longest) for _, s in self._steps])
         return 1000.0 if base > 1000 * slope else max(1.0, base / slope)
 
 
@@ -476,6 +470,7 @@ class Speculation:
         self._checked = self._checked.merge(Mean(num_accepted, sum(num_drafts)))
 
 
+@dataclass
 class CoupledSampler:
     """Stands in for vLLM's RejectionSampler: it samples every place as a run without drafts would.
 
@@ -483,11 +478,10 @@ class CoupledSampler:
     and generator. Penalties, and other options that our requests never have, are not repeated by
     row."""
 
-    def __init__(self, sampler: Any, count: Callable[[list[int], int], None]) -> None:
-        """`count` is called with the number of drafts checked for each request of a step, and the
-        number of those accepted."""
-        self._sampler = sampler
-        self._count = count
+    sampler: Any
+    count: Callable[[list[int], int], None]
+    """Called with the number of drafts checked for each request of a step, and the number of those
+    accepted."""
 
     def __call__(self, metadata: Any, _: Any, logits: Tensor, sampling: Any) -> Any:
         """Returns a SamplerOutput with the sampled tokens [requests, most drafts + 1], in which -1
@@ -498,7 +492,7 @@ class CoupledSampler:
         num_drafts: list[int] = metadata.num_draft_tokens
         width = max(num_drafts) + 1
         if width == 1:
-            return self._sampler(logits=logits, sampling_metadata=sampling)
+            return self.sampler(logits=logits, sampling_metadata=sampling)
         num_places = torch.tensor(num_drafts) + 1
         request_of = torch.repeat_interleave(num_places)
         first_place = num_places.cumsum(0) - num_places
@@ -512,7 +506,7 @@ class CoupledSampler:
             for name in ("temperature", "top_p", "top_k")
             if (values := getattr(sampling, name)) is not None
         }
-        result = self._sampler(
+        result = self.sampler(
             logits=logits, sampling_metadata=replace(sampling, generators=generators, **by_place)
         )
         # A draw that was not seen could not be taken back.
@@ -531,7 +525,7 @@ class CoupledSampler:
             # The draws for places that are not kept must not have happened.
             if num_kept <= number and place in generators:
                 generators[place].set_state(generators.states[place + num_kept])
-        self._count(num_drafts, num_accepted)
+        self.count(num_drafts, num_accepted)
         logprobs = result.logprobs_tensors
         if logprobs is not None:
             # vLLM drops the logprobs where `tokens` has -1.

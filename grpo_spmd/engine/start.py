@@ -11,9 +11,11 @@ import logging
 import math
 import os
 import random
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
@@ -30,25 +32,35 @@ from grpo_spmd.config.schema import ADAPTER_RANKS, LoraConfig, ModelConfig, Roll
 from grpo_spmd.data.cache import is_of_this_host, is_own_folder
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.distributed.startup import garbage_collector_off
-from grpo_spmd.engine.failures import cpu_cache_bytes, no_room_for_cache, refused_keys
 from grpo_spmd.engine.routes import recording_options, with_routes_if_possible
 from grpo_spmd.engine.speculation import speculation_options
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
+    checkpoint_folder,
     has_recurrent_layers,
     has_text_part,
     head_dim,
+    load_config,
     num_recurrent_layers,
     state_bytes,
     text_config,
 )
-from grpo_spmd.model.hf_files import checkpoint_folder, load_config
 from grpo_spmd.model.lora import engine_target_modules
-from grpo_spmd.observe.cards import max_num_seqs
+from grpo_spmd.observe.cards import cpu_cache_bytes, max_num_seqs
 from grpo_spmd.observe.memory import MemoryUse, total_bytes
 
 _log = logging.getLogger("grpo_spmd")
 _GIB = 2**30
+_MEMORY_ERROR = re.compile(
+    r"KV\s+cache (is needed|memory)|No available memory for the cache blocks"
+    r"|Available memory on node|Free memory on|kv[_-]cache[_-]memory[_-]bytes"
+)
+# Matches for instance "... max seq len (4096), (2.5 GiB KV cache is needed ... memory (1.2 GiB)".
+_ROLLOUT_TOO_LONG = re.compile(
+    r"max seq len\s+\((\d+)\),?\s+\(?([\d.]+) GiB.*?memory\s+\(([\d.]+) GiB\)", re.DOTALL
+)
+running_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The vLLM engines of this process that were started and not yet shut down."""
 # vLLM reads these when it is imported, which happens in functions only. The first keeps the engine
 # in this process.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -152,6 +164,47 @@ def start_vllm(
     finally:
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
+
+
+def no_room_for_cache(error: str, device: str) -> str | None:
+    """Returns a message for vLLM's `error` about too little memory, None for any other error.
+
+    vLLM's messages name its own flags. The returned message names our config keys instead."""
+    if not _MEMORY_ERROR.search(error):
+        return None
+    if sizes := _ROLLOUT_TOO_LONG.search(error):
+        problem = (
+            f"one rollout of {sizes[1]} tokens (data.max_prompt_tokens + "
+            f"rollout.max_completion_tokens) takes {sizes[2]} GiB of KV cache, but only {sizes[3]} "
+            "GiB are available"
+        )
+    else:
+        problem = f"no room for vLLM's KV cache ({error.split('. ')[0].strip()})"
+    key = "gpu_memory_utilization" if device == "cuda" else "engine.kv_cache_memory_bytes"
+    remedy = f"raise rollout.{key} or rollout.tensor_parallel_size, or shorten the rollouts"
+    # vLLM says that less memory is free than the config asks for: lower the request.
+    if "less than" in error:
+        remedy = f"lower rollout.{key}, take fewer ranks, or end what else takes memory"
+    return f"rollout: {problem}; {remedy}"
+
+
+def refused_keys(keys: Iterable[str], error: BaseException) -> str:
+    """Returns a message for an error at vLLM's start while the user has set `keys` in
+    `rollout.engine`.
+
+    These keys are the likeliest cause, since the trainer's own options are known to work."""
+    # Shorten pydantic's errors: "1 validation error for X", then a line with the field, then a line
+    # "Value error, TEXT [type=..., input_value=...]".
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and re.match(r"\d+ validation errors? for", lines[0]):
+        lines = [line for line in lines[1:] if not line.startswith("For further information")]
+    text = re.sub(r"\s*\[type=.*", "", " ".join(lines)) or "no reason given"
+    if len(text) > 300:
+        text = text[:300] + "..."
+    return (
+        f"rollout.engine: vLLM did not start with {', '.join(sorted(keys))}: "
+        f"{type(error).__name__}: {text}; take them out one by one"
+    )
 
 
 def _load_without_torchvision(architectures: Sequence[str]) -> None:
@@ -376,6 +429,22 @@ def warn_of_slow_seeds(vllm_config: Any, device: str) -> None:
         )
 
 
+def end_engines() -> None:
+    """Shuts down the engines of a failed run, so that this process can start another run.
+
+    It also destroys vLLM's process groups, which the next engine would otherwise take for its
+    own."""
+    for engine in list(running_engines):
+        engine.engine_core.shutdown()
+    running_engines.clear()
+    # Do not import vllm only for this: if no engine was started, there is nothing to destroy.
+    if "vllm.distributed.parallel_state" in sys.modules:
+        from vllm.distributed import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
 class SleepCheck:
     """Warns if the memory that is in use after the engine's sleep grows over the run."""
 
@@ -384,7 +453,7 @@ class SleepCheck:
         1 GiB."""
         self._is_cuda = device.type == "cuda"
         self._growth_bytes = growth_bytes or max(_GIB, total_bytes(device) // 20)
-        self._smallest: int | None = None
+        self._smallest = math.inf
         self._warned_at = 0
 
     def check(self, earlier: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
@@ -402,7 +471,7 @@ class SleepCheck:
         )
         freed_gib = (used_before - used_after) / _GIB
         left_bytes = used_after - held_bytes
-        self._smallest = left_bytes if self._smallest is None else min(self._smallest, left_bytes)
+        self._smallest = min(self._smallest, left_bytes)
         if left_bytes - max(self._smallest, self._warned_at) > self._growth_bytes:
             self._warned_at = left_bytes
             _log.warning(

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.model.families.stored import SavedLayout
+from grpo_spmd.model.families.build import SavedLayout
+
+Product = Callable[[Tensor], Tensor]  # with a vector
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class EngineTensor:
     """The HF rows in the parameter, top to bottom."""
     values: Tensor | None
     """The parameter [rows, columns] if its layout is plain, else None."""
-    product: Callable[[Tensor], Tensor] | None = None
+    product: Product | None = None
     """The product with a vector, [columns] -> [rows], if the weights are packed."""
     column_slice: int = 0
     """Index of the slice of the HF tensor's columns, of `num_column_slices` equal ones."""
@@ -305,7 +307,7 @@ def _experts_tensors(path: str, layer: Any, names: Mapping[str, str]) -> list[En
     return [EngineTensor(f"{path}.w13_weight", blocks, layer.w13_weight, layer=layer), down]
 
 
-def _experts_product(layer: Any) -> Callable[[Tensor], Tensor]:
+def _experts_product(layer: Any) -> Product:
     """Returns what each expert alone computes of a vector, [hidden] -> [experts * hidden]."""
 
     def product(vector: Tensor) -> Tensor:
@@ -389,7 +391,7 @@ def fused_rows(
     return _parts_of_one(names[0], tensor_parts[:num_fused]) + tensor_parts[num_fused:]
 
 
-def _convolution_product(layer: Any) -> Callable[[Tensor], Tensor]:
+def _convolution_product(layer: Any) -> Product:
     """Returns what a packed convolution's channels make of a vector, [width] -> [channels]."""
 
     def product(vector: Tensor) -> Tensor:
@@ -413,7 +415,7 @@ def _convolution_product(layer: Any) -> Callable[[Tensor], Tensor]:
     return product
 
 
-def _product(layer: Any) -> Callable[[Tensor], Tensor]:
+def _product(layer: Any) -> Product:
     """Returns the product of the layer's weight with a vector, without bias or sum over ranks."""
     # GLM4-MoE's routers are float32 in a bfloat16 engine too.
     return lambda vector: layer.quant_method.apply(

@@ -25,7 +25,7 @@ from transformers.activations import ACT2FN
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_map import EngineTensor
-from grpo_spmd.model.families.stored import constants
+from grpo_spmd.model.families.build import constants
 from grpo_spmd.model.lora import Shard, adapter_shards, base_parameters, named_adapters
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.model.sharding import (

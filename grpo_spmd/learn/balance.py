@@ -13,7 +13,7 @@ import math
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
@@ -24,8 +24,11 @@ import numpy.typing as npt
 from grpo_spmd.model.config_json import head_dim
 from grpo_spmd.records import BatchPlan
 
-Numbers = Sequence[float] | npt.NDArray[Any]
+Array = npt.NDArray[Any]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Ids = npt.NDArray[np.int32]
+Numbers = Sequence[float] | Array
 # Rows that run at the same time are level enough if their costs differ by at most this fraction.
 _MAX_SPREAD = 1e-3
 # The number of cheapest rows with which the costliest row tries to exchange a rollout.
@@ -105,11 +108,11 @@ def plan_batch(
 class StepTokens:
     """The tokens of a step's rollouts, in the order of rollout ids, and of its groups."""
 
-    tokens: npt.NDArray[np.int64]
+    tokens: Ints
     """[B] Prompt and completion."""
-    tree_tokens: npt.NDArray[np.int64]
+    tree_tokens: Ints
     """[B] The same with each prefix that the contexts of an episode share once."""
-    prefix_tokens: npt.NDArray[np.int64]
+    prefix_tokens: Ints
     """[P] The tokens with which all contexts of a group begin."""
 
 
@@ -125,12 +128,12 @@ class StepPlan(NamedTuple):
 class _Bundles(NamedTuple):
     """Runs of consecutive rollouts that are dealt as one."""
 
-    starts: npt.NDArray[np.int64]
+    starts: Ints
     """The first rollout of each bundle."""
-    tokens: npt.NDArray[np.int64]
-    budget_tokens: npt.NDArray[np.int64]
+    tokens: Ints
+    budget_tokens: Ints
     """The tokens of which a row has at most `max_tokens`: these, and a part of the keys."""
-    costs: npt.NDArray[np.float64]
+    costs: Floats
 
 
 def plan_step(
@@ -216,9 +219,7 @@ def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> 
     return _Bundles(starts, bundle_tokens, budget_tokens, costs)
 
 
-def _unbundle(
-    plan: BatchPlan, starts: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]
-) -> BatchPlan:
+def _unbundle(plan: BatchPlan, starts: Ints, sizes: Ints) -> BatchPlan:
     """Returns a plan of bundles as one of their rollouts."""
     ids = [np.arange(starts[i], starts[i] + sizes[i], dtype=np.int32) for i in plan.ids]
     lengths = [row_sizes.astype(np.int32) for row_sizes in _row_sums(plan, sizes)]
@@ -244,13 +245,11 @@ def plan_metrics(
     """
     num_ranks = len(plan.lengths[0])
     all_costs = np.asarray(num_tokens if costs is None else costs, float)
-    all_tokens = np.asarray(num_tokens, float)
     rank_costs = np.zeros(num_ranks)
-    rank_tokens = np.zeros(num_ranks)
     for row_costs in _row_sums(plan, all_costs):
         rank_costs += row_costs.cumsum(axis=1)[:, -1]
-    for row_tokens in _row_sums(plan, all_tokens):
-        rank_tokens += row_tokens.sum(axis=1)
+    row_tokens = _row_sums(plan, np.asarray(num_tokens, float))
+    rank_tokens = sum((rows.sum(axis=1) for rows in row_tokens), np.zeros(num_ranks))
     total = sum(rank_costs.tolist())
     slowest = _slowest_cost(plan, all_costs)
     return {
@@ -261,31 +260,26 @@ def plan_metrics(
     }
 
 
-def _slowest_cost(plan: BatchPlan, costs: npt.NDArray[np.float64]) -> float:
+def _slowest_cost(plan: BatchPlan, costs: Floats) -> float:
     """Returns the cost of the costliest row of each micro-batch, summed over micro-batches."""
-    slowest: list[float] = []
-    for row_costs in _row_sums(plan, costs):
-        slowest += row_costs.max(axis=0).tolist()
-    return sum(slowest)
+    slowest = (rows.max(axis=0).tolist() for rows in _row_sums(plan, costs))
+    return float(sum(chain.from_iterable(slowest)))
 
 
-def _row_sums(plan: BatchPlan, values: npt.NDArray[Any]) -> Iterator[npt.NDArray[Any]]:
+def _row_sums(plan: BatchPlan, values: Array) -> Iterator[Array]:
     """Yields the sums of `values` over the items of each row, [ranks, rows of a rank], for each
     mini-batch. `values` are in the order of the items that the plan deals."""
     for ids, lengths in plan.blocks():
         row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
         # bincount adds values in their order, as Python's sum does; np.sum adds them pairwise.
-        sums: npt.NDArray[Any] = np.bincount(row_of, values[ids], lengths.size)
-        yield sums.reshape(lengths.shape)
+        yield np.bincount(row_of, values[ids], lengths.size).reshape(lengths.shape)
 
 
 # The rows of a mini-batch: rollouts are dealt to rows, rows that run side by side are levelled, and
 # each row is given to a rank.
 
 
-def fill_rows(
-    costs: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], num_ranks: int, max_tokens: int
-) -> tuple[Ids, Ids]:
+def fill_rows(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int) -> tuple[Ids, Ids]:
     """Returns the indices of the rollouts, row after row with the rows of rank 0 first, and the
     lengths [ranks, rows per rank] of the rows.
 
@@ -331,7 +325,7 @@ def fill_rows(
 
 
 def _deal(
-    costs: npt.NDArray[np.float64], tokens: npt.NDArray[np.int64], num_ranks: int, max_tokens: int
+    costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int
 ) -> tuple[Ids, list[float], list[int]]:
     """Returns (the row of each rollout, the cost of each row, the tokens of each row).
 
@@ -390,19 +384,17 @@ class _ItemTable:
     """The largest number of tokens of a row."""
 
 
+@dataclass(slots=True)
 class _Row:
     """A row of items. Its cost and number of tokens change when it takes part in an exchange."""
 
-    __slots__ = "cost", "items", "offer_costs", "offers", "tokens"
-
-    def __init__(self, cost: float, tokens: int, items: list[int]) -> None:
-        self.cost = cost
-        self.tokens = tokens
-        self.items = items
-        # What the row may give in an exchange (its items and _NO_ITEM, the cheapest first), and the
-        # costs of these with infinity at the end. Both are empty until an exchange asks for them.
-        self.offers: list[int] = []
-        self.offer_costs: list[float] = []
+    cost: float
+    tokens: int
+    items: list[int]
+    # What the row may give in an exchange (its items and _NO_ITEM, the cheapest first), and the
+    # costs of these with infinity at the end. Both are empty until an exchange asks for them.
+    offers: list[int] = field(default_factory=list)
+    offer_costs: list[float] = field(default_factory=list)
 
     def sorted_offers(self, cost_of: Sequence[float]) -> tuple[list[int], list[float]]:
         """Returns (offers, their costs followed by infinity), the cheapest first."""
@@ -472,6 +464,6 @@ def _best_exchange(high: _Row, low: _Row, table: _ItemTable) -> tuple[int, int] 
     return best
 
 
-def _to_array(values: npt.NDArray[Any]) -> array[Any]:
+def _to_array(values: Array) -> array[Any]:
     """Returns the values as an array.array, which yields Python numbers without a list of them."""
     return array("d" if values.dtype == np.float64 else "q", values.tobytes())

@@ -45,6 +45,9 @@ from grpo_spmd.records import (
 from grpo_spmd.rewards.protocol import RewardError, check_error_rate
 from grpo_spmd.rewards.trl import mean_metrics, retried_fracs
 
+Metrics = dict[str, float | None]
+Floats = npt.NDArray[np.float64]
+Bools = npt.NDArray[np.bool_]
 # The smallest share of groups that dynamic sampling is expected to keep: a refill round draws at
 # most 1 / this times the missing prompts. The share kept so far is a poor estimate after one
 # unlucky round.
@@ -204,20 +207,11 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
-            # Only an agent's episode can be idle: with tools or in a gym, an episode that has no
-            # room for a turn has another status.
-            is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
-            if is_idle.any():
-                raise RewardError(
-                    f"the agent made no request in {is_idle.sum()} of {is_idle.size} episodes, so "
-                    "that there is nothing to train on; ask for turns at the base_url that "
-                    "rollout() is given"
-                )
             raise RewardError.about(
                 next(iter(self._counts.first_errors), None),
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
-                "every value was None, NaN or not a number; see the module docstring of "
-                "grpo_spmd.rewards for what these mean",
+                "every value was None, NaN or not a number, or the agent made no request; see the "
+                "module docstring of grpo_spmd.rewards for what these mean",
             )
         # The first kept groups in the prompt stream are trained on; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]
@@ -294,9 +288,7 @@ class _Rank0Step:
         )
         return self.decision
 
-    def _metrics(
-        self, rows: GroupRows, overlong: npt.NDArray[np.float64], num_used: int
-    ) -> dict[str, float | None]:
+    def _metrics(self, rows: GroupRows, overlong: Floats, num_used: int) -> Metrics:
         """Returns the metrics over all sampled groups, also those that are dropped: the groups that
         dynamic sampling keeps would say little about the policy. `overlong` are the penalties for
         overlong completions, `num_used` is the number of groups that are trained on."""
@@ -325,9 +317,7 @@ class _Rank0Step:
         return metrics
 
 
-def rollout_advantages(
-    rewards: npt.NDArray[np.float64], advantage: AdvantageConfig
-) -> npt.NDArray[np.float32]:
+def rollout_advantages(rewards: Floats, advantage: AdvantageConfig) -> npt.NDArray[np.float32]:
     """Returns the advantages [P * G] of rewards [P, G], in the order of rollout ids."""
     advantages, _ = compute_advantages(
         torch.from_numpy(rewards), advantage.estimator, advantage.normalize_std
@@ -335,7 +325,7 @@ def rollout_advantages(
     return np.asarray(advantages.flatten())
 
 
-def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
+def find_alike(rows: GroupRows) -> Bools:
     """Returns the mask of the groups whose rewards are all alike.
 
     The rewards are those before the penalty for overlong completions, as in DAPO: four wrong
@@ -344,7 +334,7 @@ def find_alike(rows: GroupRows) -> npt.NDArray[np.bool_]:
     return np.asarray(is_alike)
 
 
-def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str, float | None]:
+def group_metrics(rows: GroupRows, is_alike: Bools) -> Metrics:
     """Returns the metrics of rewards and completion lengths."""
     rewards = _float_grid(rows["rewards"])
     lengths = rows["completion_tokens"].ravel().astype(np.int64)
@@ -362,15 +352,12 @@ def group_metrics(rows: GroupRows, is_alike: npt.NDArray[np.bool_]) -> dict[str,
     }
 
 
-def reward_metrics(name: str, rewards: npt.NDArray[np.float64]) -> dict[str, float | None]:
+def reward_metrics(name: str, rewards: Floats) -> Metrics:
     """Returns the mean and standard deviation of one function's rewards [groups, G] as metrics."""
     values = _float_grid(rewards)
     usable = values[~values.isnan()]
-    has_any = len(usable) > 0
-    return {
-        f"reward/{name}/mean": float(usable.mean()) if has_any else None,
-        f"reward/{name}/std": float(batch_std(values)) if has_any else None,
-    }
+    mean_and_std = (float(usable.mean()), float(batch_std(values))) if len(usable) else (None, None)
+    return dict(zip((f"reward/{name}/mean", f"reward/{name}/std"), mean_and_std, strict=True))
 
 
 def _float_grid(column: npt.NDArray[Any]) -> Tensor:
@@ -407,7 +394,7 @@ def check_environment_errors(
 
 def episode_metrics(
     rows: GroupRows, calls_s: Sequence[float], tools: Mapping[str, int], *, num_ranks: int
-) -> dict[str, float | None]:
+) -> Metrics:
     """Returns the metrics `episode/...` and `environment/...`; none if rollouts are not episodes.
 
     `calls_s` and `tools` are as in StepCounts."""
@@ -418,7 +405,7 @@ def episode_metrics(
     columns = ("turns", "segments", "tokens", "completion_tokens")
     totals = {name: int(rows[name].sum(dtype=np.int64)) for name in columns}
     num_given_tokens = totals["tokens"] - totals["completion_tokens"]
-    metrics: dict[str, float | None] = {
+    metrics: Metrics = {
         "episode/turns_mean": totals["turns"] / num_episodes,
         "episode/segments_mean": totals["segments"] / num_episodes,
         **{f"episode/{status}_frac": number / num_episodes for status, number in counts.items()},
@@ -432,7 +419,7 @@ def episode_metrics(
     return metrics | seconds_percentiles("environment/call_s", calls_s)
 
 
-def seconds_percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+def seconds_percentiles(name: str, seconds: Sequence[float]) -> Metrics:
     """Returns the metrics `name`_p50 and `name`_p95: percentiles of the seconds of calls, or None
     if there were no calls."""
     array = np.array(seconds, np.float32)

@@ -182,26 +182,19 @@ def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
     return SampledGroups(np.frombuffer(b"".join(row_bytes), dtype), num_groups, names, counts)
 
 
-class _Share(msgspec.Struct, array_like=True):
-    """The part of a StepDecision that one rank needs, as it is sent."""
-
-    slots: bytes
-    """int32: the slots of the groups that the rank sampled. -1: not trained on."""
-    trained_by: bytes
-    """uint16: for each rollout of the groups with a slot, the rank that trains on it."""
-    advantages: bytes
-    """float32: the advantages of the same rollouts."""
-    in_loss: bytes
-    """bool: whether the same rollouts count in the loss."""
-    rows: list[list[list[int]]]
-    """This field and those that follow are as in Decision."""
-    num_rollouts: int
-    num_loss_tokens: list[int]
-    num_loss_sequences: list[int]
-    num_tokens: int
-    num_sampled_tokens: int
-    advantage_slope: float | None
-    shares_prefixes: bool
+# The fields of StepDecision that every rank gets as they are.
+_SHARED_FIELDS = (
+    "num_loss_tokens",
+    "num_loss_sequences",
+    "num_tokens",
+    "num_sampled_tokens",
+    "advantage_slope",
+    "shares_prefixes",
+)
+# What a rank is sent, in this order. Arrays are bytes: "slots" are those of the groups that the
+# rank sampled (-1: not trained on), those of _DTYPES are of the rollouts of the groups with a slot.
+_FIELDS = ("slots", "advantages", "in_loss", "trained_by", "rows", "num_rollouts", *_SHARED_FIELDS)
+_DTYPES = {"advantages": np.float32, "in_loss": np.bool_, "trained_by": np.uint16}
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
@@ -218,25 +211,21 @@ def encode_decisions(step: StepDecision) -> list[bytes]:
     group_size = len(step.rewards) // max(len(step.positions), 1)
     slots_by_rank = np.split(step.slots, np.cumsum(step.num_groups)[:-1])
     messages = []
+    shared = {name: vars(step)[name] for name in _SHARED_FIELDS}
     # `plan[mini_batch][rank]`; zip(*plan) gives, for each rank, its rows of every mini-batch.
     rows_by_rank = [rows for rows in zip(*step.plan, strict=True) for _ in range(num_sharing)]
     for slots, rows in zip(slots_by_rank, rows_by_rank, strict=True):
         sampled = _sampled_ids(slots, group_size)
-        share = _Share(
-            slots.tobytes(),
-            trained_by[sampled].tobytes(),
-            step.advantages[sampled].tobytes(),
-            in_loss=step.in_loss[sampled].tobytes(),
-            rows=list(rows),
-            num_rollouts=len(step.rewards),
-            num_loss_tokens=step.num_loss_tokens,
-            num_loss_sequences=step.num_loss_sequences,
-            num_tokens=step.num_tokens,
-            num_sampled_tokens=step.num_sampled_tokens,
-            advantage_slope=step.advantage_slope,
-            shares_prefixes=step.shares_prefixes,
-        )
-        messages.append(msgspec.msgpack.encode(share))
+        values = {
+            **shared,
+            "slots": slots.tobytes(),
+            "advantages": step.advantages[sampled].tobytes(),
+            "in_loss": step.in_loss[sampled].tobytes(),
+            "trained_by": trained_by[sampled].tobytes(),
+            "rows": rows,
+            "num_rollouts": len(step.rewards),
+        }
+        messages.append(msgspec.msgpack.encode([values[name] for name in _FIELDS]))
     return messages
 
 
@@ -248,24 +237,18 @@ def decode_decision(
 ) -> Decision:
     """Returns the decision from this rank's message of `encode_decisions`. `groups` are those that
     this rank sampled; `rank0_decision` is the whole decision on rank 0, None elsewhere."""
-    share = msgspec.msgpack.decode(message, type=_Share)
-    slots = np.frombuffer(share.slots, np.int32)
+    values = dict(zip(_FIELDS, msgspec.msgpack.decode(message), strict=True))
+    slots = np.frombuffer(values["slots"], np.int32)
     ids = _sampled_ids(slots, group_size).tolist()
-
-    def by_id(column: bytes, dtype: npt.DTypeLike) -> dict[int, Any]:
-        return dict(zip(ids, np.frombuffer(column, dtype).tolist(), strict=True))
-
-    columns = {
-        "slots": {
-            group.prompt.position: slot
-            for group, slot in zip(groups, slots.tolist(), strict=True)
-            if slot >= 0
-        },
-        "advantages": by_id(share.advantages, np.float32),
-        "in_loss": by_id(share.in_loss, np.bool_),
-        "trained_by": by_id(share.trained_by, np.uint16),
+    for name, dtype in _DTYPES.items():
+        column = np.frombuffer(values[name], dtype).tolist()
+        values[name] = dict(zip(ids, column, strict=True))
+    values["slots"] = {
+        group.prompt.position: slot
+        for group, slot in zip(groups, slots.tolist(), strict=True)
+        if slot >= 0
     }
-    return Decision(**msgspec.structs.asdict(share) | columns, rank0_decision=rank0_decision)
+    return Decision(**values, rank0_decision=rank0_decision)
 
 
 def _sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:

@@ -26,8 +26,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model.families.build import can_import
 from grpo_spmd.model.families.logits import capped_attention
-from grpo_spmd.model.families.recurrent import can_import
 from grpo_spmd.records import MicroBatch, PrefixTree, RowRoutes
 
 PACKED_ATTENTION = "grpo_spmd_packed"
@@ -55,25 +55,21 @@ class PackedLayout:
         self.routes = routes
         self.sequence_group = sequence_group
         self.starts = starts
-        # Pairs (number of sequences, their length) for neighbours of equal length. Packing sorts by
-        # length, so that all sequences of one length are neighbours.
-        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]
-        # The keys of each run.
-        self.run_keys = [number * length for number, length in self.runs]
+        num_keys = lengths
         if tree is not None:
             num_keys = [sum(lengths[n] for n in (*path, i)) for i, path in enumerate(tree.paths)]
-            shapes = [
-                (len(list(run)), *shape)
-                for shape, run in groupby(zip(lengths, num_keys, strict=True))
-            ]
-            self.runs = [(number, length) for number, length, _ in shapes]
-            self.run_keys = [number * size for number, _, size in shapes]
+        # Neighbours of equal length (and as many keys). Packing sorts by length, so that all
+        # sequences of one length are neighbours.
+        shapes = [
+            (len(list(run)), *shape) for shape, run in groupby(zip(lengths, num_keys, strict=True))
+        ]
+        # Pairs (number of sequences, their length), and the keys of each run.
+        self.runs = [(number, length) for number, length, _ in shapes]
+        self.run_keys = [number * size for number, _, size in shapes]
         if backend != "sdpa":
-            longest = max(lengths)
+            key_starts = starts if tree is None else tree.key_starts
             # The kernels take starts and longest length once for queries and once for keys.
-            self.bounds = (starts, starts, longest, longest)
-            if tree is not None:
-                self.bounds = (starts, tree.key_starts, longest, max(num_keys))
+            self.bounds = (starts, key_starts, max(lengths), max(num_keys))
 
 
 class RowInputs(NamedTuple):
@@ -97,24 +93,23 @@ def row_inputs(
     """Returns what a decoder reads of a micro-batch: its row, or the nodes of its tree. Ranks of a
     `sequence_group` share the row, and `batch` has this rank's slice of it."""
     tree = batch.tree
+    lengths, starts = batch.sequence_lengths, batch.sequence_starts
+    if tree is not None:
+        lengths, starts = tree.lengths, tree.starts
+        assert sequence_group is None, "shared rows have no tree"
+        assert routes is None, "siblings may have other routes of one token"
+    layout = PackedLayout(
+        lengths, starts, backend, routes, tree=tree, sequence_group=sequence_group
+    )
     if tree is None:
-        layout = PackedLayout(
-            batch.sequence_lengths,
-            batch.sequence_starts,
-            backend,
-            routes,
-            sequence_group=sequence_group,
-        )
         return RowInputs(
             batch.input_ids[None], batch.position_ids[None], layout, batch.predict_index
         )
-    assert sequence_group is None, "shared rows have no tree"
-    assert routes is None, "siblings may have other routes of one token"
     return RowInputs(
         batch.input_ids[tree.tokens][None],
         # Positions go on from a node to those after it.
         batch.position_ids[tree.tokens][None],
-        PackedLayout(tree.lengths, tree.starts, backend, tree=tree),
+        layout,
         # The first token of every branch is predicted by the last token of the shared prefix.
         tree.index[batch.predict_index],
     )
@@ -216,11 +211,16 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
         # torch's kernel caps nothing. This one keeps the gathered keys and values until the
         # backward pass.
         k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
-    settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
-    # Old versions of flash-attn do not know this argument: pass it only if it is needed.
-    if options.softcap is not None:
-        settings["softcap"] = options.softcap
-    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
+    out: Tensor = flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        *layout.bounds,
+        softmax_scale=options.scale,
+        causal=True,
+        window_size=options.window_size,
+        softcap=options.softcap or 0.0,  # 0: no cap
+    )
     return out
 
 

@@ -1,4 +1,6 @@
-"""Reads sizes and parameter shapes from a model's files, and refuses models that cannot train.
+"""Reads the files of a model in Hugging Face's format: config.json with the sizes and parameter
+shapes that follow from it, tokenizer, stop tokens, and which file holds which tensor. Refuses
+models that cannot train.
 
 It imports no torch: checks/ and the planner use it before torch is imported."""
 
@@ -8,11 +10,19 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.files import read_header, read_index, read_model_config
+from grpo_spmd.data.hub import check_reachable
+from grpo_spmd.files import (
+    UntrustedError,
+    read_header,
+    read_index,
+    read_model_config,
+    read_stop_tokens,
+)
 
 # Names of the sizes of convolutions and recurrent states.
 _RECURRENT_KEYS = "mamba_|ssm_|conv_kernel|conv_L_cache|state_size|linear_conv"
@@ -24,6 +34,12 @@ _WITH_TEXT_PART = ("qwen3_5", "qwen3_5_moe")
 TEXT_PREFIX = "model.language_model."
 # Tensors beside the text part: of images, and of the prediction of several tokens at once.
 _OTHER_PARTS = ("model.visual.", "mtp.")
+_MAX_LINE = 300  # characters of another library's error that we quote
+# The files to download: weights as safetensors, configs, tokenizers, chat templates. No programs,
+# and nothing that is unpickled. Prefetch and run must ask for the same patterns: offline,
+# huggingface_hub returns a cached model only if all requested files are there.
+FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
+Contents = Mapping[str, Any]  # of a config.json
 # Parameters by their names in a checkpoint, a tied lm_head once.
 Shapes = dict[str, tuple[int, ...]]
 
@@ -49,7 +65,7 @@ class Dimensions:
         return self.layers - self.recurrent_layers
 
 
-def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
+def dimensions(config: Contents) -> Dimensions | None:
     """Returns the sizes in a config.json, None if it does not name them all."""
     names = (
         "hidden_size",
@@ -79,7 +95,7 @@ def dimensions(config: Mapping[str, Any]) -> Dimensions | None:
     )
 
 
-def num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
+def num_recurrent_layers(config: Contents, num_layers: int) -> int:
     """Returns how many of the layers keep a state of each sequence, and no keys and values."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
@@ -89,7 +105,7 @@ def num_recurrent_layers(config: Mapping[str, Any], num_layers: int) -> int:
     return num_layers - num_layers // interval if state_bytes(config) else 0
 
 
-def state_bytes(config: Mapping[str, Any]) -> int:
+def state_bytes(config: Contents) -> int:
     """Returns the bytes of one gated delta net's state of one sequence, 0 for other models.
 
     The engine keeps a matrix [keys, values] of each head in float32, and the convolution's last
@@ -133,12 +149,12 @@ def head_dim(config: Any) -> int:
     return int(size("head_dim") or (size("hidden_size") // heads if heads else 0))
 
 
-def has_text_part(config: Mapping[str, Any]) -> bool:
+def has_text_part(config: Contents) -> bool:
     """Returns True if a config.json is of several models, of which the text part trains."""
     return config.get("model_type") in _WITH_TEXT_PART
 
 
-def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Contents) -> dict[str, Any]:
     """Returns the config.json of the model that trains: of the text part, if there are others.
 
     Raises ConfigError if it has no text part."""
@@ -150,7 +166,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return part
 
 
-def has_recurrent_layers(config: Mapping[str, Any]) -> bool:
+def has_recurrent_layers(config: Contents) -> bool:
     """Returns True if a config.json names layers with a convolution or a recurrent state."""
     return any(re.match(_RECURRENT_KEYS, name) for name in config)
 
@@ -190,7 +206,7 @@ def has_experts(shape: Sequence[int]) -> bool:
     return len(shape) == 3 and shape[1] > 1
 
 
-def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
+def num_active_parameters(shapes: Shapes, config: Contents) -> int:
     """Returns the parameters that a token is multiplied with: of a layer's experts those that it
     takes.
 
@@ -207,7 +223,7 @@ def num_active_parameters(shapes: Shapes, config: Mapping[str, Any]) -> int:
     return total
 
 
-def route_bytes_per_token(config: Mapping[str, Any]) -> int:
+def route_bytes_per_token(config: Contents) -> int:
     """Returns the bytes of a token's routes, the numbers of the experts that each layer takes.
 
     0 for a dense model, and for a recurrent one, whose routes no engine records."""
@@ -274,7 +290,7 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
     }
 
 
-def shapes_from_config(config: Mapping[str, Any]) -> Shapes:
+def shapes_from_config(config: Contents) -> Shapes:
     """Returns the parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3, {} for other models."""
     sizes = dimensions(config)
     family = config.get("model_type")
@@ -326,14 +342,14 @@ def follows_the_row(rope_type: object) -> bool:
     return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
 
 
-def refuse_by_config(config: Mapping[str, Any], path: str) -> None:
+def refuse_by_config(config: Contents, path: str) -> None:
     """Raises ConfigError if the contents of a config.json show that the model cannot train."""
     # The first reason is enough.
     for reason in _reasons(config):
         raise ConfigError(f"model.path: {path} {reason}")
 
 
-def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
+def _reasons(config: Contents) -> Iterator[str]:
     """Yields the reasons for which a model with this config.json cannot train."""
     for key in ("quantization_config", "compression_config"):
         if quantisation := config.get(key):
@@ -369,16 +385,132 @@ def _reasons(config: Mapping[str, Any]) -> Iterator[str]:
                 f"is a classifier ({name} in its config.json) and has no lm_head; take the model "
                 "that it was made of"
             )
-    if _has_alibi(config):
-        yield "has ALiBi biases in its attention, which packed rows do not support"
 
 
-def _has_alibi(config: Mapping[str, Any]) -> bool:
-    """Returns True if the attention has ALiBi biases."""
-    # BLOOM always has them, and its config.json does not say so. MPT has a section for attention.
-    attention = config.get("attn_config")
-    sections = [config, attention] if isinstance(attention, Mapping) else [config]
-    return config.get("model_type") == "bloom" or any(
-        section.get("alibi") or section.get("position_embedding_type") == "alibi"
-        for section in sections
-    )
+def load_tokenizer(path: str, chat_template_kwargs: Contents | None = None) -> Any:
+    """Returns the model's tokenizer. `chat_template_kwargs` are passed to its chat template at each
+    call.
+
+    Raises ConfigError if it cannot be loaded.
+    """
+    import transformers
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception; a damaged file may raise any
+        raise ConfigError(
+            f"model.path: cannot load a tokenizer from {path}: {first_line(error)}"
+        ) from None
+    if chat_template_kwargs:
+        # Bind them here, so that nobody can render a chat without them.
+        tokenizer.apply_chat_template = partial(
+            tokenizer.apply_chat_template, **chat_template_kwargs
+        )
+    return tokenizer
+
+
+def load_config(path: str) -> Any:
+    """Returns transformers' config of the model, or of its text part if that alone trains.
+
+    Code in the model's folder is never run. If `trust_remote_code=False` were left out,
+    transformers would ask on stdin whether to run it. Raises ConfigError if the config cannot be
+    loaded."""
+    import transformers
+
+    try:
+        folder = Path(path)
+        # Check the sizes in the config first: absurd ones would keep transformers busy for hours.
+        if folder.is_dir():
+            read_model_config(folder)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    # OSError, ValueError, or errors of huggingface_hub's field checks, which are neither.
+    except Exception as error:
+        raise ConfigError(
+            f"model.path: cannot load the config of {path}: {first_line(error)}"
+        ) from None
+    if has_text_part(config.to_dict()):
+        config = config.get_text_config()
+        config.name_or_path = path
+    return config
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first informative line of another library's error, with the next line if it ends
+    with a colon."""
+    # Skip empty lines and pydantic's first line, which only counts its errors.
+    lines = [
+        line.strip()
+        for line in str(error).splitlines()
+        if not re.match(r"\s*$|\d+ validation error", line)
+    ]
+    if not lines:
+        return "no message"
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])[:_MAX_LINE]
+
+
+def stop_token_ids(path: str, tokenizer: Any) -> set[int]:
+    """Returns the token ids that end a completion.
+
+    They are the eos tokens in generation_config.json (in config.json if there are none), and the
+    tokenizer's eos token. Raises ConfigError if the files cannot be read."""
+    ids: set[int] = set() if tokenizer.eos_token_id is None else {tokenizer.eos_token_id}
+    try:
+        return ids | (read_stop_tokens(checkpoint_folder(path)) or set())
+    except (UntrustedError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
+
+
+def checkpoint_folder(path: str, revision: str | None = None) -> Path:
+    """Returns a local folder with the model's safetensors. Downloads them if `path` is a hub id."""
+    return Path(path) if Path(path).is_dir() else fetch(path, revision)
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Returns the file that holds each tensor, by the tensor's name in the checkpoint.
+
+    Raises ConfigError if the files cannot be read or `folder` has none."""
+    try:
+        index = read_index(folder)
+        if index is not None:
+            return index
+        # If model.safetensors exists, ignore other .safetensors files, as transformers does.
+        single = folder / "model.safetensors"
+        files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        by_name = {name: path for path in files for name in read_header(path)}
+    except (UntrustedError, OSError) as error:
+        raise ConfigError(f"model.path: {error}") from None
+    if not by_name:
+        raise ConfigError(f"model.path: {folder} holds no .safetensors file")
+    return by_name
+
+
+def fetch(repo: str, revision: str | None = None) -> Path:
+    """Downloads the hub model `repo` into the cache if necessary. Returns its folder there.
+
+    Raises ConfigError if that fails."""
+    return Path(_snapshot(repo, revision=revision))
+
+
+def files_at_hub(repo: str, revision: str | None = None) -> list[Any]:
+    """Returns a huggingface_hub.DryRunFileInfo for each file of the model that `fetch` asks for.
+
+    Raises ConfigError if the hub does not answer, or has no weights as .safetensors."""
+    files: list[Any] = _snapshot(repo, revision=revision, dry_run=True)
+    if not any(file.filename.endswith(".safetensors") for file in files):
+        raise ConfigError(
+            f"model.path: {repo} has no .safetensors at the hub, and no other weights are read"
+        )
+    return files
+
+
+def _snapshot(repo: str, **options: Any) -> Any:
+    """Calls huggingface_hub's `snapshot_download` for FILES. Raises ConfigError if it fails."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(repo, allow_patterns=list(FILES), **options)
+    # Errors of huggingface_hub, of its HTTP client, or OSError of a full disk.
+    except Exception as error:
+        # This raises a more helpful ConfigError if the name is wrong or the network is down.
+        check_reachable("models", repo, "model.path")
+        raise ConfigError(f"model.path: cannot fetch {repo}: {first_line(error)}") from None

@@ -24,14 +24,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from grpo_spmd.model.logprobs import (
     Cap,
+    Chunks,
+    Gradients,
     Head,
     Hidden,
     Scores,
     TargetIds,
     WholeTeacher,
-    add_product,
     chunks,
-    empty_head_gradient,
+    sum_gradients,
 )
 
 # Number of logits that a Triton program loads at a time. A program handles one row: the logits of
@@ -57,47 +58,34 @@ class FusedTokenLogprobs(torch.autograd.Function):
     ) -> Scores:
         """Returns the logprobs of `target_ids` and the entropies, float32 [C] each."""
         # The four numbers that `score_rows` writes for each token.
-        results = hidden.new_empty(4, len(hidden), dtype=torch.float32)
-        product = _product_buffer(hidden, head, chunk)
-        for rows in chunks(len(hidden), chunk):
-            logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
-            _launch(
-                score_rows,
-                logits,
-                target_ids[rows],
-                results[:, rows],
-                column_length=len(hidden),
-                SCALING=(temperature, softcap),
-            )
-        ctx.save_for_backward(hidden, head, target_ids, results[1:])
+        results = hidden.new_empty(len(hidden), 4, dtype=torch.float32)
         ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
+        for rows, logits in _products(hidden, head, chunk):
+            _launch(score_rows, logits, target_ids[rows], results[rows], SCALING=ctx.scaling)
+        ctx.save_for_backward(hidden, head, target_ids, results)
         # Copies, since autograd forbids callers to change views of one tensor in place.
-        return results[0].clone(), results[1].clone()
+        return results[:, 0].clone(), results[:, 1].clone()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
-        hidden, head, target_ids, saved = ctx.saved_tensors
-        columns = torch.cat([saved, torch.stack(grads)])
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
-        product = _product_buffer(hidden, head, ctx.chunk)
-        for rows in chunks(len(hidden), ctx.chunk):
-            logits = torch.mm(hidden[rows], head.T, out=product[: rows.stop - rows.start])
-            _launch(
-                replace_logits_by_gradient,
-                logits,
-                target_ids[rows],
-                columns[:, rows],
-                column_length=len(hidden),
-                SCALING=ctx.scaling,
-            )
-            torch.mm(logits, head, out=grad_hidden[rows])
-            if grad_head is not None:
-                add_product(grad_head, logits.T, hidden[rows])
-        head_result = None if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, head_result, None, None, None, None
+        hidden, head, target_ids, results = ctx.saved_tensors
+        numbers = torch.cat([results[:, 1:], torch.stack(grads, dim=1)], dim=1)
+
+        def product_gradients() -> Chunks:
+            for rows, logits in _products(hidden, head, ctx.chunk):
+                _launch(
+                    replace_logits_by_gradient,
+                    logits,
+                    target_ids[rows],
+                    numbers[rows],
+                    SCALING=ctx.scaling,
+                )
+                yield rows, logits
+
+        grad_hidden, grad_head = sum_gradients(ctx, hidden, head, product_gradients())
+        return grad_hidden, grad_head, None, None, None, None
 
 
 class FusedDivergence(torch.autograd.Function):
@@ -120,65 +108,56 @@ class FusedDivergence(torch.autograd.Function):
     ) -> Tensor:
         """Returns the divergence at each token, float32 [C]."""
         # The six numbers that `compare_rows` writes for each token.
-        results = hidden.new_empty(6, len(hidden), dtype=torch.float32)
+        results = hidden.new_empty(len(hidden), 6, dtype=torch.float32)
         ctx.save_for_backward(hidden, head, results)
         ctx.teacher = teacher
-        ctx.beta = beta
-        ctx.scaling = (temperature, softcap)
         ctx.chunk = chunk
-        for rows, logits, teacher_logits in _products(ctx, hidden, head):
-            _launch(
-                compare_rows,
-                logits,
-                teacher_logits,
-                results[:, rows],
-                column_length=len(hidden),
-                SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
-                BETA=beta,
-            )
-        return results[0].clone()
+        ctx.options = {
+            "SCALINGS": ((temperature, softcap), (teacher.temperature, teacher.softcap)),
+            "BETA": beta,
+        }
+        for rows, logits, teacher_logits in _products_of_both(ctx, hidden, head):
+            _launch(compare_rows, logits, teacher_logits, results[rows], **ctx.options)
+        return results[:, 0].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head, results = ctx.saved_tensors
-        teacher = ctx.teacher
-        columns = torch.cat([grad_output[None], results[1:]])
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
-        for rows, logits, teacher_logits in _products(ctx, hidden, head):
-            _launch(
-                replace_logits_by_divergence_gradient,
-                logits,
-                teacher_logits,
-                columns[:, rows],
-                column_length=len(hidden),
-                SCALINGS=(ctx.scaling, (teacher.temperature, teacher.softcap)),
-                BETA=ctx.beta,
-            )
-            torch.mm(logits, head, out=grad_hidden[rows])
-            if grad_head is not None:
-                add_product(grad_head, logits.T, hidden[rows])
-        head_result = None if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, head_result, None, None, None, None, None
+        numbers = torch.cat([grad_output[:, None], results[:, 1:]], dim=1)
+
+        def product_gradients() -> Chunks:
+            for rows, logits, teacher_logits in _products_of_both(ctx, hidden, head):
+                _launch(
+                    replace_logits_by_divergence_gradient,
+                    logits,
+                    teacher_logits,
+                    numbers[rows],
+                    **ctx.options,
+                )
+                yield rows, logits
+
+        grad_hidden, grad_head = sum_gradients(ctx, hidden, head, product_gradients())
+        return grad_hidden, grad_head, None, None, None, None, None
 
 
-def _products(ctx: Any, hidden: Tensor, head: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields for each chunk of tokens (slice of the chunk, the policy's logits, the teacher's
-    logits), both [rows, V]. The next chunk overwrites the logits."""
+def _products(hidden: Tensor, head: Tensor, chunk: int) -> Chunks:
+    """Yields for each chunk of tokens (slice of the chunk, logits [rows, V] in the compute dtype).
+    The next chunk overwrites the logits."""
+    buffer = hidden.new_empty(min(chunk, len(hidden)), len(head))
+    for rows in chunks(len(hidden), chunk):
+        yield rows, torch.mm(hidden[rows], head.T, out=buffer[: rows.stop - rows.start])
+
+
+def _products_of_both(
+    ctx: Any, hidden: Tensor, head: Tensor
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yields the same with the teacher's logits as third value."""
     teacher = ctx.teacher
-    buffer = _product_buffer(hidden, head, ctx.chunk)
-    teacher_buffer = _product_buffer(teacher.hidden, teacher.head, ctx.chunk)
-    for rows in chunks(len(hidden), ctx.chunk):
-        length = rows.stop - rows.start
-        logits = torch.mm(hidden[rows], head.T, out=buffer[:length])
-        teacher_logits = torch.mm(teacher.hidden[rows], teacher.head.T, out=teacher_buffer[:length])
+    products = _products(hidden, head, ctx.chunk)
+    teacher_products = _products(teacher.hidden, teacher.head, ctx.chunk)
+    for (rows, logits), (_, teacher_logits) in zip(products, teacher_products, strict=True):
         yield rows, logits, teacher_logits
-
-
-def _product_buffer(hidden: Tensor, head: Tensor, chunk: int) -> Tensor:
-    """Returns an empty buffer for the logits of a chunk, [rows, V] in the compute dtype."""
-    return hidden.new_empty(min(chunk, len(hidden)), len(head))
 
 
 def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **options: Any) -> None:
@@ -199,8 +178,7 @@ def _launch(kernel: Any, logits: Tensor, *arguments: Tensor, **options: Any) -> 
 
 
 # The Triton kernels. `SCALING` is (temperature, soft cap or None) of a model. A program handles one
-# row of the logits [rows, V], that is one token. The other numbers of the tokens are in `columns`:
-# the k-th number of token i is columns[k * column_length + i].
+# row of the logits [rows, V], that is one token. The other numbers of each token are in a row, too.
 
 
 @triton.jit
@@ -232,26 +210,15 @@ def _load_scaled(row, offsets, num_tokens, SCALING: tl.constexpr):
 
 
 @triton.jit
-def score_rows(
-    logits,
-    target_ids,
-    columns,
-    column_length,
-    num_tokens,
-    SCALING: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Writes four numbers for each row into `columns` [4, rows].
+def _normalize(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):
+    """Returns the largest z = logit / temperature of a row, log(sum(exp(z - largest))), and the
+    entropy.
 
-    They are the target's logprob, the entropy, the largest z = logit / temperature, and
-    log(sum(exp(z - largest))). The last two are kept apart, because rounding their sum would lose
-    more precision.
+    The first two are not added up, since the rounding of their sum would matter: for a token with
+    nearly all of the probability the gradient is a small difference of large numbers.
     The loop keeps two sums that are relative to the largest z so far: `total`, the sum of
     exp(z - largest), and `weighted`, the sum of exp(z - largest) * (z - largest). When a larger z
     comes, both are converted to it."""
-    # 64 bits, since rows * V may exceed 2^31.
-    index = tl.program_id(0).to(tl.int64)
-    row = logits + index * num_tokens
     largest = tl.full((), -float("inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
     weighted = tl.full((), 0.0, tl.float32)
@@ -271,37 +238,57 @@ def score_rows(
         total = total * decay + tl.sum(exponentials, 0)
         largest = new_largest
     log_total = tl.log(total)
+    return largest, log_total, log_total - weighted / total
+
+
+@triton.jit
+def score_rows(
+    logits,
+    target_ids,
+    numbers,
+    num_tokens,
+    SCALING: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes four numbers for each row into `numbers` [rows, 4].
+
+    They are the target's logprob, the entropy, and the first two results of `_normalize`."""
+    # 64 bits, since rows * V may exceed 2^31.
+    index = tl.program_id(0).to(tl.int64)
+    row = logits + index * num_tokens
+    number = numbers + index * 4
+    largest, log_total, entropy = _normalize(row, num_tokens, SCALING, BLOCK)
     target, _ = _load_scaled(row, tl.load(target_ids + index), num_tokens, SCALING)
-    tl.store(columns + index, target - largest - log_total)
-    tl.store(columns + column_length + index, log_total - weighted / total)
-    tl.store(columns + 2 * column_length + index, largest)
-    tl.store(columns + 3 * column_length + index, log_total)
+    tl.store(number, target - largest - log_total)
+    tl.store(number + 1, entropy)
+    tl.store(number + 2, largest)
+    tl.store(number + 3, log_total)
 
 
 @triton.jit
 def replace_logits_by_gradient(
     logits,
     target_ids,
-    columns,
-    column_length,
+    numbers,
     num_tokens,
     SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Overwrites each logit with the gradient of the loss with respect to it, in the compute dtype.
 
-    `columns` [5, rows] has the last three numbers of `score_rows`, then the gradients with respect
+    `numbers` [rows, 5] has the last three of `score_rows`, then the gradients with respect
     to the logprob and to the entropy. With z = capped logit / temperature:
     d logprob / d z = onehot - p, d entropy / d z = -p * (log p + entropy). The cap's derivative is
     1 - tanh^2."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
+    number = numbers + index * 5
     target = tl.load(target_ids + index)
-    entropy = tl.load(columns + index)
-    largest = tl.load(columns + column_length + index)
-    log_total = tl.load(columns + 2 * column_length + index)
-    logprob_factor = tl.load(columns + 3 * column_length + index) / SCALING[0]
-    entropy_factor = tl.load(columns + 4 * column_length + index) / SCALING[0]
+    entropy = tl.load(number)
+    largest = tl.load(number + 1)
+    log_total = tl.load(number + 2)
+    logprob_factor = tl.load(number + 3) / SCALING[0]
+    entropy_factor = tl.load(number + 4) / SCALING[0]
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALING)
@@ -313,24 +300,6 @@ def replace_logits_by_gradient(
         if SCALING[1] is not None:
             gradient = gradient * (1.0 - tanh * tanh)
         tl.store(row + offsets, gradient.to(row.dtype.element_ty), mask=offsets < num_tokens)
-
-
-@triton.jit
-def _log_normalizer(row, num_tokens, SCALING: tl.constexpr, BLOCK: tl.constexpr):
-    """Returns the largest z = logit / temperature of a row, and log(sum(exp(z - largest))).
-
-    They are not added up, since the rounding of their sum would matter: for a token with nearly all
-    of the probability the gradient is a small difference of large numbers."""
-    largest = tl.full((), -float("inf"), tl.float32)
-    total = tl.full((), 0.0, tl.float32)
-    for start in range(0, num_tokens, BLOCK):
-        offsets = start + tl.arange(0, BLOCK)
-        scaled, _ = _load_scaled(row, offsets, num_tokens, SCALING)
-        new_largest = tl.maximum(largest, tl.max(scaled, 0))
-        origin = tl.where(new_largest == -float("inf"), 0.0, new_largest)
-        total = total * tl.exp(largest - origin) + tl.sum(tl.exp(scaled - origin), 0)
-        largest = new_largest
-    return largest, tl.log(total)
 
 
 @triton.jit
@@ -369,23 +338,23 @@ def _weighted(logprobs, values):
 def compare_rows(
     logits,
     teacher_logits,
-    columns,
-    column_length,
+    numbers,
     num_tokens,
     SCALINGS: tl.constexpr,
     BETA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes six numbers for each row into `columns` [6, rows].
+    """Writes six numbers for each row into `numbers` [rows, 6].
 
-    They are the divergence, the two results of `_log_normalizer` for the policy, the same two for
+    They are the divergence, the first two results of `_normalize` for the policy, the same two for
     the teacher, and the mean over the policy's distribution of the log ratio policy / mixture,
     which the gradient needs. `SCALINGS` are (SCALING of the policy, SCALING of the teacher)."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
-    largest, log_total = _log_normalizer(row, num_tokens, SCALINGS[0], BLOCK)
-    teacher_largest, teacher_log_total = _log_normalizer(
+    number = numbers + index * 6
+    largest, log_total, _entropy = _normalize(row, num_tokens, SCALINGS[0], BLOCK)
+    teacher_largest, teacher_log_total, _entropy = _normalize(
         teacher_row, num_tokens, SCALINGS[1], BLOCK
     )
     divergence = tl.full((), 0.0, tl.float32)
@@ -406,20 +375,19 @@ def compare_rows(
         else:
             divergence += BETA * teacher_term + (1.0 - BETA) * policy_term
         mean_ratio += policy_term
-    tl.store(columns + index, divergence)
-    tl.store(columns + column_length + index, largest)
-    tl.store(columns + 2 * column_length + index, log_total)
-    tl.store(columns + 3 * column_length + index, teacher_largest)
-    tl.store(columns + 4 * column_length + index, teacher_log_total)
-    tl.store(columns + 5 * column_length + index, mean_ratio)
+    tl.store(number, divergence)
+    tl.store(number + 1, largest)
+    tl.store(number + 2, log_total)
+    tl.store(number + 3, teacher_largest)
+    tl.store(number + 4, teacher_log_total)
+    tl.store(number + 5, mean_ratio)
 
 
 @triton.jit
 def replace_logits_by_divergence_gradient(
     logits,
     teacher_logits,
-    columns,
-    column_length,
+    numbers,
     num_tokens,
     SCALINGS: tl.constexpr,
     BETA: tl.constexpr,
@@ -427,19 +395,21 @@ def replace_logits_by_divergence_gradient(
 ):
     """Overwrites each of the policy's logits with the gradient of the loss with respect to it.
 
-    `columns` [6, rows] is that of `compare_rows`, but with the loss's gradients with respect to the
-    divergences in row 0. For z = capped logit / temperature and the probabilities p of the policy
-    and q of the teacher, the divergence's derivative is p - q for beta 0, p (s - t - mean(s - t))
-    for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with means over p."""
+    `numbers` [rows, 6] are those of `compare_rows`, but with the loss's gradients with respect to
+    the divergences in column 0. For z = capped logit / temperature and the probabilities p of the
+    policy and q of the teacher, the divergence's derivative is p - q for beta 0,
+    p (s - t - mean(s - t)) for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with
+    means over p."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
-    factor = tl.load(columns + index) / SCALINGS[0][0]
-    largest = tl.load(columns + column_length + index)
-    log_total = tl.load(columns + 2 * column_length + index)
-    teacher_largest = tl.load(columns + 3 * column_length + index)
-    teacher_log_total = tl.load(columns + 4 * column_length + index)
-    mean_ratio = tl.load(columns + 5 * column_length + index)
+    number = numbers + index * 6
+    factor = tl.load(number) / SCALINGS[0][0]
+    largest = tl.load(number + 1)
+    log_total = tl.load(number + 2)
+    teacher_largest = tl.load(number + 3)
+    teacher_log_total = tl.load(number + 4)
+    mean_ratio = tl.load(number + 5)
     for start in range(0, num_tokens, BLOCK):
         offsets = start + tl.arange(0, BLOCK)
         scaled, tanh = _load_scaled(row, offsets, num_tokens, SCALINGS[0])

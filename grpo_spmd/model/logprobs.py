@@ -35,6 +35,9 @@ Hidden = Float[Tensor, "C D"]
 Head = Float[Tensor, "V D"]
 TargetIds = Int[Tensor, " C"]
 Scores = tuple[Float[Tensor, " C"], Float[Tensor, " C"]]  # logprobs and entropies
+# Slices of the tokens, each with a tensor [rows, V].
+Chunks = Iterator[tuple[slice, Tensor]]
+Gradients = tuple[Tensor | None, ...]  # of the arguments of an autograd function
 Cap = float | None
 """The soft cap of the logits: logits become cap * tanh(logits / cap)."""
 TokenIndices = Int[Tensor, " n"]  # positions among the C tokens
@@ -67,10 +70,8 @@ class TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty_like(log_normalizer)
         entropy = torch.empty_like(log_normalizer)
         # Half a chunk, since the logits and their exponentials take a buffer each.
-        num_rows = max(1, chunk // 2)
-        buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=True)
-        for rows in chunks(len(hidden), num_rows):
-            logits = buffers.logits(hidden[rows], head, temperature, softcap)
+        buffers = _Buffers(max(1, chunk // 2), hidden, head, two=True)
+        for rows, logits in buffers.scaled_logits(hidden, head, temperature, softcap):
             # Subtract the largest logit, so that exp() does not overflow.
             largest = logits.amax(-1, keepdim=True)
             exponentials = torch.exp(logits.sub_(largest), out=buffers.other[: len(logits)])
@@ -81,62 +82,67 @@ class TokenLogprobs(torch.autograd.Function):
             weighted = exponentials.mul_(log_p).sum(-1, keepdim=True)
             entropy[rows] = -(weighted / normalizer).squeeze(-1)
         ctx.save_for_backward(hidden, head, target_ids, log_normalizer, entropy)
-        ctx.temperature = temperature
-        ctx.chunk = chunk
-        ctx.softcap = softcap
+        ctx.settings = (temperature, chunk, softcap)
         # If the loss does not use the entropy, its gradient in `backward` is then None instead of
         # zeros, which saves a buffer.
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         grad_logprobs, grad_entropy = grads
         hidden, head, target_ids, log_normalizer, entropy = ctx.saved_tensors
-        softcap = ctx.softcap
-        temperature = ctx.temperature
+        temperature, chunk, softcap = ctx.settings
         if grad_logprobs is None:
             grad_logprobs = torch.zeros_like(entropy)
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
         needs_two = grad_entropy is not None or softcap is not None
-        num_rows = max(1, ctx.chunk // 2) if needs_two else ctx.chunk
-        buffers = _Buffers(min(num_rows, len(hidden)), hidden, head, two=needs_two)
-        for rows in chunks(len(hidden), num_rows):
-            # d logprob / d logits = onehot - p, and d entropy / d logits = -p * (log p + entropy).
-            # Both are multiplied by 1 / temperature.
-            logprob_factor = grad_logprobs[rows, None] / temperature
-            target = target_ids[rows, None]
-            normalizer = log_normalizer[rows, None]
-            log_p = buffers.logits(hidden[rows], head, temperature, softcap).sub_(normalizer)
-            p = torch.exp(log_p, out=buffers.other[: len(log_p)] if needs_two else log_p)
-            target_slope: Tensor | float = 1.0
-            if softcap is not None:
-                target_slope = times_slope(p, log_p, normalizer, temperature / softcap, target)
-            if grad_entropy is None:
-                grad_logits = p.mul_(-logprob_factor)
-            else:
-                entropy_factor = grad_entropy[rows, None] / temperature
-                # -p * ((log p + entropy) * entropy_factor + logprob_factor), in place.
-                grad_logits = log_p.add_(entropy[rows, None]).mul_(entropy_factor)
-                grad_logits = grad_logits.add_(logprob_factor).mul_(p).neg_()
-            grad_logits.scatter_add_(-1, target, logprob_factor * target_slope)
-            grad_product = buffers.in_compute_dtype(grad_logits)
-            torch.mm(grad_product, head, out=grad_hidden[rows])
-            if grad_head is not None:
-                add_product(grad_head, grad_product.T, hidden[rows])
-        head_result = None if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, head_result, None, None, None, None
+        buffers = _Buffers(max(1, chunk // 2) if needs_two else chunk, hidden, head, two=needs_two)
+
+        def product_gradients() -> Chunks:
+            for rows, logits in buffers.scaled_logits(hidden, head, temperature, softcap):
+                # d logprob / d logits = onehot - p, and d entropy / d logits =
+                # -p * (log p + entropy). Both are multiplied by 1 / temperature.
+                logprob_factor = grad_logprobs[rows, None] / temperature
+                target = target_ids[rows, None]
+                normalizer = log_normalizer[rows, None]
+                log_p = logits.sub_(normalizer)
+                p = torch.exp(log_p, out=buffers.other[: len(log_p)] if needs_two else log_p)
+                target_slope: Tensor | float = 1.0
+                if softcap is not None:
+                    target_slope = times_slope(p, log_p, normalizer, temperature / softcap, target)
+                if grad_entropy is None:
+                    grad_logits = p.mul_(-logprob_factor)
+                else:
+                    entropy_factor = grad_entropy[rows, None] / temperature
+                    # -p * ((log p + entropy) * entropy_factor + logprob_factor), in place.
+                    grad_logits = log_p.add_(entropy[rows, None]).mul_(entropy_factor)
+                    grad_logits = grad_logits.add_(logprob_factor).mul_(p).neg_()
+                grad_logits.scatter_add_(-1, target, logprob_factor * target_slope)
+                yield rows, buffers.in_compute_dtype(grad_logits)
+
+        grad_hidden, grad_head = sum_gradients(ctx, hidden, head, product_gradients())
+        return grad_hidden, grad_head, None, None, None, None
 
 
-def empty_head_gradient(head: Tensor, needed: bool) -> Tensor | None:
-    """Returns float32 zeros [V, D] in which the head's gradient is summed, None if not `needed`.
+def sum_gradients(
+    ctx: Any, hidden: Tensor, head: Tensor, product_gradients: Chunks
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of the hidden states and the head, from those of chunks of their
+    product: (slice of the tokens, [rows, V] in the compute dtype).
 
-    A frozen head (LoRA) needs none, which saves a third of the backward pass."""
-    if not needed:
-        return None
-    return torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+    A frozen head (LoRA) has None, which saves a third of the backward pass."""
+    grad_hidden = torch.empty_like(hidden)
+    grad_head = None
+    if ctx.needs_input_grad[1]:
+        grad_head = torch.zeros(head.shape, dtype=torch.float32, device=head.device)
+    for rows, grad_product in product_gradients:
+        torch.mm(grad_product, head, out=grad_hidden[rows])
+        if grad_head is not None:
+            _add_product(grad_head, grad_product.T, hidden[rows])
+        # Free it before the next one is made.
+        del grad_product
+    return grad_hidden, None if grad_head is None else grad_head.to(head.dtype)
 
 
 class _Buffers:
@@ -146,24 +152,22 @@ class _Buffers:
 
     def __init__(self, rows: int, hidden: Tensor, head: Tensor, *, two: bool) -> None:
         """With `two` there is a second float32 buffer, `other`."""
+        rows = min(rows, len(hidden))
         self._float = hidden.new_empty(rows, len(head), dtype=torch.float32)
-        is_float = hidden.dtype == torch.float32
-        self._product = (
-            self._float if is_float else hidden.new_empty(rows, len(head), dtype=hidden.dtype)
-        )
+        self._product = self._float
+        if hidden.dtype != torch.float32:
+            self._product = hidden.new_empty(rows, len(head))
         if two:
             self.other = torch.empty_like(self._float)
 
-    def logits(self, hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
-        """Returns capped logits / temperature [rows, V], in the first float32 buffer."""
-        # The product and the cap are rounded to the compute dtype, as in the engine. From there on
-        # both compute in float32.
-        logits = torch.mm(hidden, head.T, out=self._product[: len(hidden)])
-        if softcap is not None:
-            logits.div_(softcap).tanh_().mul_(softcap)
-        if self._product is not self._float:
-            logits = self._float[: len(hidden)].copy_(logits)
-        return logits.div_(temperature)
+    def scaled_logits(
+        self, hidden: Tensor, head: Tensor, temperature: float, softcap: Cap
+    ) -> Chunks:
+        """Yields for each chunk (slice of the tokens, `_scaled_logits` in the first float32
+        buffer)."""
+        for rows in chunks(len(hidden), len(self._float)):
+            buffers = [buffer[: rows.stop - rows.start] for buffer in (self._product, self._float)]
+            yield rows, _scaled_logits(hidden[rows], head, temperature, softcap, *buffers)
 
     def in_compute_dtype(self, grad_logits: Tensor) -> Tensor:
         """Returns `grad_logits` cast to the compute dtype, in the buffer of that dtype."""
@@ -172,7 +176,7 @@ class _Buffers:
         return self._product[: len(grad_logits)].copy_(grad_logits)
 
 
-def add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
+def _add_product(total: Tensor, lhs: Tensor, rhs: Tensor) -> None:
     """Adds `lhs` @ `rhs` to `total` in place. `total` is float32, the factors may have less
     precision."""
     if lhs.dtype == total.dtype:
@@ -283,33 +287,31 @@ class Divergence(torch.autograd.Function):
         ctx.save_for_backward(hidden, head)
         ctx.teacher = teacher
         ctx.beta = beta
-        ctx.scaling = (temperature, chunk, softcap)
+        ctx.settings = (temperature, chunk, softcap)
         return divergence
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> Gradients:
         """Returns the gradients of the hidden states and the head, and None for the rest."""
         hidden, head = ctx.saved_tensors
-        temperature, chunk, softcap = ctx.scaling
+        temperature, chunk, softcap = ctx.settings
         teacher = ctx.teacher
-        grad_hidden = torch.empty_like(hidden)
-        grad_head = empty_head_gradient(head, needed=ctx.needs_input_grad[1])
-        for rows in chunks(len(hidden), _num_rows(chunk)):
-            scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
-            log_p = scaled.log_softmax(-1)
-            grad = _divergence_gradient(
-                teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), ctx.beta
-            )
-            grad = teacher.spread(grad, log_p, rows).mul_(grad_output[rows, None] / temperature)
-            # The cap's derivative is 1 - tanh^2, where tanh = scaled * temperature / softcap.
-            if softcap is not None:
-                grad.mul_(1 - scaled.mul_(temperature / softcap).square_())
-            grad_product = grad.to(hidden.dtype)
-            torch.mm(grad_product, head, out=grad_hidden[rows])
-            if grad_head is not None:
-                add_product(grad_head, grad_product.T, hidden[rows])
-        head_result = None if grad_head is None else grad_head.to(head.dtype)
-        return grad_hidden, head_result, None, None, None, None, None
+
+        def product_gradients() -> Chunks:
+            for rows in chunks(len(hidden), _num_rows(chunk)):
+                scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
+                log_p = scaled.log_softmax(-1)
+                grad = _divergence_gradient(
+                    teacher.outcomes(log_p, rows), teacher.logprobs_of(rows), ctx.beta
+                )
+                grad = teacher.spread(grad, log_p, rows).mul_(grad_output[rows, None] / temperature)
+                # The cap's derivative is 1 - tanh^2, where tanh = scaled * temperature / softcap.
+                if softcap is not None:
+                    grad.mul_(1 - scaled.mul_(temperature / softcap).square_())
+                yield rows, grad.to(hidden.dtype)
+
+        grad_hidden, grad_head = sum_gradients(ctx, hidden, head, product_gradients())
+        return grad_hidden, grad_head, None, None, None, None, None
 
 
 @dataclass(frozen=True)
@@ -438,14 +440,24 @@ def _log_softmax(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap)
     return _scaled_logits(hidden, head, temperature, softcap).log_softmax(-1)
 
 
-def _scaled_logits(hidden: Tensor, head: Tensor, temperature: float, softcap: Cap) -> Tensor:
-    """Returns capped logits / temperature, float32 [rows, V]."""
-    # The product and the cap are rounded to the compute dtype, as in _Buffers.logits. The rest is
-    # float32.
-    logits = torch.mm(hidden, head.T)
+def _scaled_logits(
+    hidden: Tensor,
+    head: Tensor,
+    temperature: float,
+    softcap: Cap,
+    product: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Returns capped logits / temperature, float32 [rows, V], in `out` if that is given. `product`
+    is a buffer for them in the compute dtype, which may be the same."""
+    # The product and the cap are rounded to the compute dtype, as in the engine. From there on
+    # both compute in float32.
+    logits = torch.mm(hidden, head.T, out=product)
     if softcap is not None:
         logits.div_(softcap).tanh_().mul_(softcap)
-    return logits.float().div_(temperature)
+    if logits.dtype != torch.float32:
+        logits = logits.float() if out is None else out.copy_(logits)
+    return logits.div_(temperature)
 
 
 def _num_rows(chunk: int) -> int:

@@ -22,8 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import LoraConfig
 from grpo_spmd.model.config_json import has_recurrent_layers
-from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.families.stored import build_on_meta, is_mixture
+from grpo_spmd.model.families.build import build_on_meta, decoder_layers, is_mixture
 from grpo_spmd.model.sharding import gather_rows
 
 

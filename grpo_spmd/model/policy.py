@@ -32,22 +32,25 @@ from grpo_spmd.files import read_model_config
 from grpo_spmd.model import lora
 from grpo_spmd.model.attention import PACKED_ATTENTION, Backend, choose_backend, row_inputs
 from grpo_spmd.model.config_json import (
+    checkpoint_folder,
     has_experts,
     has_text_part,
     head_dim,
     num_active_parameters,
+    tensor_files,
 )
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
-from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
-from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
-from grpo_spmd.model.families.stored import (
+from grpo_spmd.model.families.build import (
     SavedLayout,
     SavedTensor,
+    build_hf_model,
     constants,
+    decoder_layers,
+    initialise_buffers,
     read_rows,
     saved_layout,
 )
-from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+from grpo_spmd.model.families.logits import fix_rotary_factors, logits_map
+from grpo_spmd.model.families.refusals import refuse_structure, refuse_tensors, trainable_config
 from grpo_spmd.model.logprobs import LogitSettings, Scores
 from grpo_spmd.model.routing import layer_routers, num_experts, replay_in_layers
 from grpo_spmd.model.sequence_parallel import SEQUENCE_ATTENTION, gather_scores, slice_row
@@ -272,16 +275,13 @@ def build_policy(
     load_weights(hf_named_parameters(policy), folder, stored)
     load_weights(constants(policy.model).items(), folder)
     lora.initialise_adapters(policy.model, seed)
-    adapters = ""
-    if has_adapters:
-        num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
-        adapters = f", {num_trained / 1e6:.3g} M of them in adapters that train,"
+    num_trained = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     _log.info(
-        "%s: %s, %.1f M parameters%s over %s ranks, %s attention",
+        "%s: %s, %.1f M parameters, %.3g M of them trained, over %s ranks, %s attention",
         "policy" if trainable else role,
         type(policy.model).__name__,
         policy.num_parameters / 1e6,
-        adapters,
+        num_trained / 1e6,
         " x ".join(map(str, session.mesh.shape)),  # replicas x ranks of each
         attention,
     )

@@ -11,12 +11,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import RewardConfig
 from grpo_spmd.files import UntrustedError, open_regular, read_model_config
-from grpo_spmd.model.config_json import follows_the_row, refuse_by_config, shapes_from_headers
+from grpo_spmd.model.config_json import (
+    Contents,
+    follows_the_row,
+    refuse_by_config,
+    shapes_from_headers,
+)
 
 _HEAD = "score.weight"
 _MAX_TEMPLATE_BYTES = 1 << 20
@@ -103,7 +107,7 @@ def read_reward_model(
     )
 
 
-def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:
+def _refuse_unsuitable_config(config: Contents, folder: Path) -> None:
     """Raises ConfigError if the model comes with its own code, or if the score of a text would
     depend on the other texts that are packed into the same row."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -117,21 +121,12 @@ def _refuse_unsuitable_config(config: Mapping[str, Any], folder: Path) -> None:
         )
 
 
-def _check_head(
-    config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path
-) -> None:
+def _check_head(config: Contents, shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
     """Raises ConfigError unless the checkpoint has a linear head with one row for each label."""
     if _HEAD not in shapes:
         model_classes = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
-        # Name another head that the checkpoint has: it tells the user what kind of model this is.
-        other_heads = [
-            name
-            for name in shapes
-            if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)
-        ]
-        hint = f"; it has {other_heads[0]}" if other_heads else ""
         raise ConfigError(
-            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; a reward "
+            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}; a reward "
             "model is a causal decoder with this linear head (AutoModelForSequenceClassification)"
         )
     # If config.json names more or fewer labels, its names may not stand for the right rows.
@@ -143,7 +138,7 @@ def _check_head(
         )
 
 
-def _label_names(config: Mapping[str, Any]) -> list[str]:
+def _label_names(config: Contents) -> list[str]:
     """Returns the names of the labels in order.
 
     If config.json says nothing about labels there are two, as in transformers."""
@@ -153,7 +148,7 @@ def _label_names(config: Mapping[str, Any]) -> list[str]:
     return [str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names))]
 
 
-def _find_label(config: Mapping[str, Any], requested: str | None, key: str) -> int:
+def _find_label(config: Contents, requested: str | None, key: str) -> int:
     """Returns the index of the label `requested`, which is a label's name, or its index as text.
 
     None stands for the model's only label. Raises ConfigError, which names `key`, if it is None and
@@ -178,17 +173,16 @@ def _read_template(path: str, key: str) -> str:
     """Returns the chat template in the file `path`.
 
     Raises ConfigError, which names `key`, if it cannot be read or is larger than 1 MiB."""
-    try:
-        with open_regular(Path(path), follow=True) as file:
-            # Read one byte more than allowed: that shows that a file is too large without reading
-            # all of it.
-            content = file.read(_MAX_TEMPLATE_BYTES + 1)
-        if len(content) > _MAX_TEMPLATE_BYTES:
-            raise ConfigError(f"{key}: {path} is larger than 1 MiB, which no template is")
-        return content.decode("utf-8")
-    except OSError as error:
-        raise ConfigError(f"{key}: cannot read {path}: {error.strerror}") from None
-    except UntrustedError as error:
-        raise ConfigError(f"{key}: {error}; give a file with a chat template") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}: {path} is not UTF-8 text") from None
+    with errors_about(key):
+        try:
+            with open_regular(Path(path), follow=True) as file:
+                # Read one byte more than allowed: that shows that a file is too large without
+                # reading all of it.
+                content = file.read(_MAX_TEMPLATE_BYTES + 1)
+            if len(content) > _MAX_TEMPLATE_BYTES:
+                raise ConfigError(f"{path} is larger than 1 MiB, which no template is")
+            return content.decode("utf-8")
+        except UntrustedError as error:
+            raise ConfigError(f"{error}; give a file with a chat template") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path} is not UTF-8 text") from None

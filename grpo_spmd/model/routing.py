@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.config_json import has_recurrent_layers
+from grpo_spmd.model.config_json import has_recurrent_layers, load_config
 from grpo_spmd.model.families.build import decoder_layers
-from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.records import RowRoutes
 
 

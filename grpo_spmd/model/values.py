@@ -35,7 +35,15 @@ from grpo_spmd.model.attention import (
     row_inputs,
     sequence_starts,
 )
-from grpo_spmd.model.families.build import build_hf_model, decoder_layers, initialise_buffers
+from grpo_spmd.model.config_json import checkpoint_folder, load_config, tensor_files
+from grpo_spmd.model.families.build import (
+    build_hf_model,
+    constants,
+    decoder_layers,
+    initialise_buffers,
+    saved_layout,
+    stored_layout,
+)
 from grpo_spmd.model.families.logits import fix_rotary_factors
 from grpo_spmd.model.families.refusals import (
     refuse_structure,
@@ -43,8 +51,6 @@ from grpo_spmd.model.families.refusals import (
     refuse_untrainable,
     trainable_config,
 )
-from grpo_spmd.model.families.stored import constants, saved_layout, stored_layout
-from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
 from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, attention_backend, load_weights, set_up_layer
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about

@@ -1,11 +1,12 @@
 """Lists GPUs ("cards") by name, with their memory, arithmetic and bandwidth.
 
-The figures are used for MFU and for planning runs. Imports no torch.
+The figures are used for MFU and for planning runs. Host memory is here, too. Imports no torch.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -123,3 +124,15 @@ def find_card(text: str) -> Card:
         f"--gpu: no card {text!r}. Known are {', '.join(CARDS)}, "
         f"or give GiB, TFLOP/s and GB/s, all above 0, as in {_CUSTOM}"
     )
+
+
+def host_bytes() -> int:
+    """Returns the size of this host's memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def cpu_cache_bytes() -> int:
+    """Returns the largest size of one rank's KV cache on a CPU, in bytes.
+
+    All ranks of a host together may use 1/8 of its memory."""
+    return host_bytes() // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -744,7 +744,7 @@ def _token_ids(prompt: Any, tokenizer: Any, data: DataConfig) -> list[int]:
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     # The class's method: the run has replaced the tokenizer's by one with chat_template_kwargs
-    # bound to it (hf_files.load_tokenizer).
+    # bound to it (config_json.load_tokenizer).
     render = type(tokenizer).apply_chat_template
     options = {"add_generation_prompt": True, "return_dict": False, **data.chat_template_kwargs}
     return list(render(tokenizer, prompt, **options))

@@ -40,9 +40,8 @@ from grpo_spmd.distributed.collectives import any_rank, on_first_in_group, on_ra
 from grpo_spmd.distributed.reductions import merge
 from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
 from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
-from grpo_spmd.learn.router_loss import attach_loads
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference
+from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, attach_loads
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy

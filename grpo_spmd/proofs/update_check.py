@@ -37,8 +37,8 @@ from grpo_spmd.learn.update import (
     Reference,
     UpdateObserver,
 )
-from grpo_spmd.model.families.stored import SavedTensor, read_rows
-from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
+from grpo_spmd.model.config_json import checkpoint_folder, tensor_files
+from grpo_spmd.model.families.build import SavedTensor, read_rows
 from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids

@@ -39,7 +39,7 @@ from grpo_spmd.episodes.chat_format import (
     without_surrogates,
 )
 from grpo_spmd.learn.balance import fill_rows
-from grpo_spmd.model.hf_files import checkpoint_folder, load_tokenizer
+from grpo_spmd.model.config_json import checkpoint_folder, load_tokenizer
 from grpo_spmd.model.offload import ParkedModel
 from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.model.values import RewardModel, build_reward_model
@@ -47,8 +47,8 @@ from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompleti
 from grpo_spmd.proofs.schedule import ProofSchedule
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.client import UnexpectedError
-from grpo_spmd.rewards.servers import Judge, assistant_text
 from grpo_spmd.rewards.scorers import RewardColumn, merge_results
+from grpo_spmd.rewards.servers import Judge, assistant_text
 from grpo_spmd.rewards.trl import CALL_COLUMNS
 
 # A word that stands in the rubric's place in a trial prompt. No chat template contains it.

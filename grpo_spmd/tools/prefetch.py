@@ -83,7 +83,7 @@ def _quit(number: int, frame: object) -> None:
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     """Fetches the files of a model that a run needs, and prints their number and size."""
     # Not imported at the top, since huggingface_hub takes long to import.
-    from grpo_spmd.model.hf_files import fetch, files_at_hub
+    from grpo_spmd.model.config_json import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)
     missing = sum(file.file_size or 0 for file in files if file.will_download)

@@ -29,7 +29,7 @@ from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.advantages import compute_advantages
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.losses import LossInputs, aggregation_weights, policy_loss
-from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.config_json import load_tokenizer, stop_token_ids
 from grpo_spmd.model.optimizer import build_optimizer
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import Completion, MicroBatch, Rollout, rollout_seed

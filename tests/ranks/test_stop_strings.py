@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config
 from tests.support.played import make_caller

@@ -111,12 +111,12 @@ def test_what_it_fetched_is_enough_where_there_is_no_network(
     program = """
 from grpo_spmd.config.load import load_config
 from grpo_spmd.data.rows import read_rows
-from grpo_spmd.model import hf_files
+from grpo_spmd.model import config_json
 config = load_config("config.yaml")
 path = config.model.path
-files = hf_files.tensor_files(hf_files.checkpoint_folder(path))
-print(len(read_rows(config.data)), len(read_rows(config.data, "held")), hf_files.load_config(path).model_type)
-print(hf_files.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) for file in files.values()})
+files = config_json.tensor_files(config_json.checkpoint_folder(path))
+print(len(read_rows(config.data)), len(read_rows(config.data, "held")), config_json.load_config(path).model_type)
+print(config_json.load_tokenizer(path)("1 + 1")["input_ids"], {str(file.resolve()) for file in files.values()})
 """  # noqa: E501
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run_command([sys.executable, "-c", program], cwd=world, env=offline)
@@ -152,15 +152,15 @@ def test_models_that_teach_come_too(world: Path, hub: FakeHub, tmp_path: Path) -
     program = f"""
 import sys
 from grpo_spmd.config.load import load_config
-from grpo_spmd.model import hf_files
+from grpo_spmd.model import config_json
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.rollout.reward_models import RewardTexts
 config = load_config("config.yaml", {[*LOCAL_DATA, *names]})
 for path in (config.teacher.path, config.critic.path):
-    print(hf_files.load_config(path).model_type, len(hf_files.tensor_files(hf_files.checkpoint_folder(path))))
+    print(config_json.load_config(path).model_type, len(config_json.tensor_files(config_json.checkpoint_folder(path))))
 judge = config.rewards[0]
-files = read_reward_model(0, judge, hf_files.checkpoint_folder(judge.model, judge.revision), 64)
-texts = RewardTexts(files, hf_files.load_tokenizer(config.model.path))
+files = read_reward_model(0, judge, config_json.checkpoint_folder(judge.model, judge.revision), 64)
+texts = RewardTexts(files, config_json.load_tokenizer(config.model.path))
 print(texts.tokenizer.chat_template is not None, len(files.shapes))
 """  # noqa: E501
     offline = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}

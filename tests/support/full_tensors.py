@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import full_tensors, gather_pieces, saved_tensors
+from grpo_spmd.engine.weight_sync import gather_tensors, saved_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.model.policy import Policy, hf_named_shards
 from grpo_spmd.records import SyncStats
@@ -20,10 +20,10 @@ def gather_full_tensors(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Yields (HF name, full tensor) for the whole policy or for some shards.
 
-    The arguments are those of `gather_pieces`, the results those of `full_tensors`."""
+    The other arguments are those of `gather_tensors`."""
     shards = list(hf_named_shards(source)) if isinstance(source, Policy) else source
-    with closing(gather_pieces(shards, dtype, bucket_bytes, stats)) as pieces:
-        yield from full_tensors(pieces, dtype)
+    with closing(gather_tensors(shards, dtype, bucket_bytes, stats)) as tensors:
+        yield from tensors
 
 
 def load_full_tensors(policy: Policy, engine: RolloutEngine, weights: dict[str, Tensor]) -> None:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.episodes import reply_parser
 from grpo_spmd.episodes.chat_format import ChatFormat, PlainText, TemplateError
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from tests.support.chat_templates import FAMILIES, QWEN25, letters, make_chat_tokenizer
 
 PARAMETERS = {

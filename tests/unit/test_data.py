@@ -18,7 +18,7 @@ from grpo_spmd.config.schema import Config, DataConfig, ModelConfig, RewardConfi
 from grpo_spmd.data.prompts import PromptStream
 from grpo_spmd.data.rows import PromptRow, check_enough_rows, read_rows
 from grpo_spmd.data.tokens import build_prompts
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.proofs import batch_check
 from grpo_spmd.records import Prompt, RolloutGroup, ScoredRollouts
 

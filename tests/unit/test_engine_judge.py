@@ -21,8 +21,7 @@ from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.engine.requests import GenerationHooks, Request
-from grpo_spmd.model.config_json import read_model
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer, read_model
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 from grpo_spmd.rewards.client import UnexpectedError
 from grpo_spmd.rewards.protocol import load_rewards

@@ -18,14 +18,16 @@ from grpo_spmd.model.config_json import refuse_by_config
 from grpo_spmd.model.families.build import (
     as_config_error,
     build_hf_model,
+    constants,
     decoder_layers,
     keep_hf_classes,
+    saved_layout,
+    stored_layout,
 )
 from grpo_spmd.model.families.refusals import (
     refuse_unmatched_names,
     refuse_untrainable,
 )
-from grpo_spmd.model.families.stored import constants, saved_layout, stored_layout
 from tests.support.models import EXPERTS, FAMILIES, make_model
 
 
@@ -45,9 +47,6 @@ from tests.support.models import EXPERTS, FAMILIES, make_model
             "several models in it .text_config",
         ),
         ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "bloom"}, "ALiBi"),
-        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
-        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
     ],
 )
 def test_what_config_json_tells_is_refused_in_one_line(
@@ -65,10 +64,7 @@ def test_dense_models_are_not_taken_for_others() -> None:
         "moe_intermediate_size": 96,
         "quantization_config": None,
     }
-    refuse_by_config(
-        {**dense, "text_config": None, "alibi": False, "attn_config": {"alibi": False}},
-        "some/model",
-    )
+    refuse_by_config({**dense, "text_config": None}, "some/model")
 
 
 SIZES = {
@@ -84,7 +80,7 @@ SIZES = {
         (transformers.GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=97), "transposed"),
         (
             transformers.GPTJConfig(n_embd=128, n_layer=2, n_head=4, rotary_dim=16, vocab_size=97),
-            "code of its own",
+            "cannot be built by transformers",
         ),
         (transformers.StableLmConfig(**SIZES), "StableLmAttention is not told where"),
         (transformers.DiffLlamaConfig(**SIZES), "4 times in its 2 layers"),
@@ -105,6 +101,25 @@ SIZES = {
         (
             transformers.GptOssConfig(**SIZES, num_local_experts=2),
             r"experts\) has experts with down_proj, down_proj_bias, .* in a layout of their own",
+        ),
+        # Models with ALiBi biases.
+        (
+            transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4),
+            "takes no position_ids",
+        ),
+        (
+            transformers.FalconConfig(
+                vocab_size=97,
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                alibi=True,
+            ),
+            "cannot be built by transformers",
+        ),
+        (
+            transformers.MptConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=4),
+            "takes no position_ids",
         ),
         (transformers.Gemma3Config(), "several models in it"),
         (

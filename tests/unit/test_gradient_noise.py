@@ -21,7 +21,7 @@ from grpo_spmd.config.schema import ModelConfig, ProofConfig, RewardConfig
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.sharding import reshard

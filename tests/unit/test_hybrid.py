@@ -22,7 +22,7 @@ from grpo_spmd.model.config_json import (
     read_model,
     refuse_by_config,
 )
-from grpo_spmd.model.families import recurrent
+from grpo_spmd.model.families import build
 from grpo_spmd.model.families.build import build_hf_model
 from tests.support.models import make_multimodal
 
@@ -74,7 +74,7 @@ def test_kernels_are_told_where_each_sequence_begins(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chunk_kernel)
     monkeypatch.setattr(modeling_qwen3_5, "causal_conv1d_fn", conv_kernel)
-    monkeypatch.setattr(recurrent, "_has_kernels", lambda: True)
+    monkeypatch.setattr(build, "_has_kernels", lambda: True)
     layout.backend = "varlen"
     actual = layer(states, None, packed_layout=layout)
     assert torch.allclose(actual, expected, atol=1e-5)

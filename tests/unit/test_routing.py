@@ -33,7 +33,7 @@ from grpo_spmd.learn.assemble import (
     pack_rollouts,
 )
 from grpo_spmd.learn.contexts import extend_routes, row_contexts, shorten_segments
-from grpo_spmd.learn.router_loss import attach_loads, compare_routes
+from grpo_spmd.learn.update import attach_loads, compare_routes
 from grpo_spmd.model.config_json import read_model
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs

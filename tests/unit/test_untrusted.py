@@ -23,7 +23,7 @@ from grpo_spmd.checkpoint.restore import find_start
 from grpo_spmd.checkpoint.state import RunFacts, write_shard
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import Session, end_session, start_session
-from grpo_spmd.model.hf_files import load_config, load_tokenizer
+from grpo_spmd.model.config_json import load_config, load_tokenizer
 from tests.unit.test_checkpoint_faults import trainer_of
 
 _EVIL = """

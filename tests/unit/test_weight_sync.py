@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from grpo_spmd.engine import gather, weight_proof, weight_sync
-from grpo_spmd.engine.gather import gather_pieces
-from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.engine import weight_proof, weight_sync
+from grpo_spmd.engine.weight_sync import WeightSync, gather_tensors
 from grpo_spmd.model.lora import Shard
 from grpo_spmd.records import SyncStats
 from tests.support.full_tensors import gather_full_tensors
@@ -32,12 +31,10 @@ class Engine:
     def wake_weights(self) -> None: ...
     def wake_kv_cache(self) -> None: ...
 
-    def load_weights(self, weights: Any, step: int, direct: Any, pieces: Any) -> None:
-        self.way, self.copied = "loader" if direct is None else "direct", []
-        for entry, initial, piece in pieces if direct is not None else ():
-            self.copied.append((entry.name, piece.clone()))
-            if piece.numel() and initial * len(piece) + piece.numel() == entry.parameter.numel():
-                break  # the one tensor that is copied is complete
+    def load_weights(self, weights: Any, step: int, direct: Any, gathered: Any) -> None:
+        self.way = "loader" if direct is None else "direct"
+        # One tensor is copied.
+        self.copied = [] if direct is None else [next(gathered)]
         self.loaded = dict(weights)
 
 
@@ -56,13 +53,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
             world.events.append("wait")
             works.clear()
 
-    monkeypatch.setattr(gather, "start_all_gather", all_gather)
-    monkeypatch.setattr(gather, "wait_for", wait_for)
-    monkeypatch.setattr(gather, "num_shards", lambda parameter: world.size)
+    monkeypatch.setattr(weight_sync, "start_all_gather", all_gather)
+    monkeypatch.setattr(weight_sync, "wait_for", wait_for)
+    monkeypatch.setattr(weight_sync, "num_shards", lambda parameter: world.size)
     monkeypatch.setattr(weight_proof, "is_first_replica", lambda parameter: True)
     monkeypatch.setattr(weight_proof, "first_matrix_row", lambda parameter: 0)
-    monkeypatch.setattr(gather, "shard_group", lambda parameter: None)
-    monkeypatch.setattr(gather.dist, "get_rank", lambda group: 0)
+    monkeypatch.setattr(weight_sync, "shard_group", lambda parameter: None)
+    monkeypatch.setattr(weight_sync.dist, "get_rank", lambda group: 0)
     return world
 
 
@@ -181,12 +178,9 @@ def test_a_sync_that_is_partly_direct_counts_as_one_that_is_not(
     assert (initial.bytes, initial.num_collectives) == (second.bytes, second.num_collectives)
     assert initial.bytes == 3 * 32 * 4
     assert initial.num_collectives == (-(-96 // 20) if size > 1 else 0)
-    assert {name for name, _ in synced.engine.copied} == {"b"}
-    copied = torch.cat([piece for _, piece in synced.engine.copied], 1)
-    local = synced.tensors["b"][: 8 // size].view(1, -1)
-    assert torch.equal(copied, local.expand(size, -1))
+    assert [name for name, _ in synced.engine.copied] == ["b"]
     assert list(synced.engine.loaded) == ["a", "c"]
-    for name, tensor in synced.engine.loaded.items():
+    for name, tensor in (*synced.engine.copied, *synced.engine.loaded.items()):
         assert torch.equal(tensor, synced.tensors[name][: 8 // size].repeat(size, 1))
 
 
@@ -195,23 +189,20 @@ def test_the_next_bucket_is_under_way_while_one_is_copied(ranks: SimpleNamespace
     one of its own."""
     ranks.size = 2
     entries = [entry("a", torch.randn(8, 4), 2), entry("b", torch.randn(6, 4), 2)]
-    for _ in gather_pieces(
-        entries, torch.float32, 64, SyncStats()
-    ):  # 8 columns of each rank: 4 buckets
-        ranks.events.append("copy")
-    # tensor "a" ends with the second bucket, so that each bucket is one piece
-    assert ranks.events == ["start", *["wait", "start", "copy"] * 3, "wait", "copy"]
+    # 8 columns of each rank: 4 buckets, of which tensor "a" has the first two.
+    for name, _ in gather_tensors(entries, torch.float32, 64, SyncStats()):
+        ranks.events.append(name)
+    under_way = ["wait", "start"] * 2
+    assert ranks.events == ["start", *under_way, "a", "wait", "start", "wait", "b"]
 
 
 def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
-    """Pieces are the shards themselves."""
     entries = [entry("a", torch.randn(2**18, 4)), entry("b", torch.randn(3, 4))]
     for dtype in (torch.float32, torch.bfloat16):
         stats = SyncStats()
-        pieces = list(gather_pieces(entries, dtype, 64, stats))
-        assert [piece.data_ptr() for *_, piece in pieces] == [
-            tensor.data_ptr() for _, tensor, _ in entries
-        ]
+        tensors = dict(gather_tensors(entries, dtype, 64, stats))
+        for name, tensor, _ in entries:
+            assert torch.equal(tensors[name], tensor.to(dtype))
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
     assert ranks.events == []
 

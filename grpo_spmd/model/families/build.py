@@ -1,22 +1,44 @@
-"""Builds transformers' models. Whatever goes wrong becomes one line."""
+"""Builds transformers' models, and says where the rows of their parameters lie in a checkpoint.
+
+Whatever goes wrong becomes one line. Layers that run along the row, by a convolution or a recurrent
+state (gated delta nets, Mamba, short convolutions), carry values from one token of a row to the
+next, and so from one sequence into the next. Here their forward pass gets each sequence by itself.
+
+transformers renames some parameters, and keeps all experts of a layer in one: `gate_up_proj`
+[experts, 2 * intermediate, hidden] has the tensors of two matrices of each expert. Its own
+conversion says which; no name of a model stands here."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+import sys
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import transformers
-from torch import nn
+from safetensors import safe_open
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.model.config_json import is_constant
-from grpo_spmd.model.families.recurrent import compute_by_sequence
-from grpo_spmd.model.hf_files import first_line, load_config
+from grpo_spmd.model.config_json import (
+    TEXT_PREFIX,
+    first_line,
+    has_experts,
+    is_constant,
+    load_config,
+)
+from grpo_spmd.model.sharding import as_matrix, num_rows
 
 _log = logging.getLogger("grpo_spmd")
 # What code raises for a model that it was not written for. Not OSError: that is the machine's.
@@ -32,6 +54,8 @@ _MODEL_ERRORS = (
 _MACHINE_FAULT = re.compile(
     "out of memory|not enough memory|CUDA|NCCL|[Gg]loo|[Ss]ocket|shm|timed out|driver"
 )
+# Functions in transformers' modeling files that kernels of other packages may replace.
+_KERNEL_FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 
 @contextmanager
@@ -69,16 +93,9 @@ def build_hf_model(
     if not torch.cuda.is_available():
         options.setdefault("experts_implementation", "eager")
     with as_config_error(path, "cannot be built by transformers"):
-        try:
-            model = auto_class.from_config(hf_config, trust_remote_code=False, **options)
-        except KeyError as error:
-            # Some models look the attention up among classes of their own, one for each kind.
-            if error.args != (options.get("attn_implementation"),):
-                raise
-            raise ConfigError(
-                f"model.path: {path} has its attention in code of its own, not through "
-                "transformers' attention interface, which packed rows need"
-            ) from None
+        # Some models look the attention up among classes of their own, one for each kind, and raise
+        # KeyError: packed rows need transformers' attention interface.
+        model = auto_class.from_config(hf_config, trust_remote_code=False, **options)
     compute_by_sequence(model)
     return model
 
@@ -164,3 +181,254 @@ def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
     for subclass in base.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
+
+
+def compute_by_sequence(model: nn.Module) -> None:
+    """Makes what runs along the row in a model's layers begin anew with each sequence.
+
+    That is each of a layer's own modules with a convolution in it, since all kinds of recurrent
+    layers have one. What the module computes does not matter: its own forward pass is called for
+    each run of equally long sequences, as if they were a batch."""
+    for layers in model.modules():
+        for layer in layers if isinstance(layers, nn.ModuleList) else ():
+            for child in layer.children():
+                if any(isinstance(module, nn.Conv1d) for module in child.children()):
+                    SequenceWise(layer, child)
+
+
+def can_import(module: str, name: str) -> bool:
+    """Returns True if `module` can be imported and has `name`."""
+    try:
+        return hasattr(importlib.import_module(module), name)
+    # A package that was built for another torch raises ImportError too.
+    except ImportError:
+        return False
+
+
+@functools.cache
+def _has_kernels() -> bool:
+    """Returns True if transformers takes kernels for packed rows of gated delta nets.
+
+    Without either package it takes code of its own, which ignores where sequences begin."""
+    return can_import("causal_conv1d", "causal_conv1d_fn") and can_import(
+        "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"
+    )
+
+
+@contextmanager
+def torch_functions(code: dict[str, Any]) -> Iterator[None]:
+    """Returns a context manager. Within it the functions of transformers' modeling file `code`
+    compute in PyTorch, even if a kernel has taken their place.
+
+    transformers 5.19 chooses at import time; the kernels of flash-linear-attention refuse float32.
+    """
+    kernels = {
+        name: function
+        for name, function in code.items()
+        if name in _KERNEL_FUNCTIONS and hasattr(function, "__wrapped__")
+    }
+    try:
+        code.update({name: function.__wrapped__ for name, function in kernels.items()})
+        yield
+    finally:
+        code.update(kernels)
+
+
+class SequenceWise:
+    """Replaces the forward passes of a decoder layer and of a module in it that runs along the row.
+
+    Without a packed row both are as before."""
+
+    def __init__(self, layer: nn.Module, module: nn.Module) -> None:
+        self.layer = layer
+        # The module's own forward pass, [number, length, D] to the same.
+        self._module_forward: Callable[..., Tensor] = module.forward
+        self._code = vars(sys.modules[type(module).__module__])
+        self._layer_forward = layer.forward
+        self._layout: Any = None  # of the packed row that is computed; None without one
+        # Attributes of the instances hide the methods of their classes.
+        layer.forward = self._note_layout
+        module.forward = self._compute
+
+    def observe(self, observer: Callable[..., Tensor]) -> None:
+        """Has `observer` called in the place of the module's own forward pass, which it gets before
+        the pass's arguments."""
+        self._module_forward = functools.partial(observer, self._module_forward)
+
+    def _note_layout(self, *args: Any, **options: Any) -> Any:
+        """The layer's forward pass. Not every layer hands its options on (LFM2 does not).
+
+        It is called again where activations are recomputed, with the same options."""
+        self._layout = options.get("packed_layout")
+        return self._layer_forward(*args, **options)
+
+    # torch.compile would compile again for each set of lengths.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _compute(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+        """The module's forward pass over a packed row [1, T, D]."""
+        layout = self._layout
+        if layout is not None and layout.backend != "sdpa" and _has_kernels():
+            # The kernels begin anew at each sequence by themselves.
+            positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+            numbers = torch.searchsorted(layout.starts, positions, right=True) - 1
+            options |= {"cu_seq_lens_q": layout.starts.long(), "seq_idx": numbers[None].int()}
+            return self._module_forward(hidden_states, *args, **options)
+        with torch_functions(self._code):
+            # A plain pass of proofs/, which must not be computed by what it proves.
+            if layout is None:
+                return self._module_forward(hidden_states, *args, **options)
+            rows = hidden_states[0].split([number * length for number, length in layout.runs])
+            outputs = [
+                self._module_forward(row.unflatten(0, run), *args, **options).flatten(0, 1)
+                for row, run in zip(rows, layout.runs, strict=True)
+            ]
+        return torch.cat(outputs)[None]
+
+
+class SavedTensor(NamedTuple):
+    """Describes a tensor of a checkpoint, which has rows of one of the model's parameters.
+
+    All dimensions of a parameter but the last count as rows."""
+
+    name: str
+    """Name in the checkpoint."""
+    start: int
+    """Index of the first of the parameter's rows that it has."""
+    shape: tuple[int, ...]
+    """Shape in the checkpoint."""
+
+    @property
+    def num_rows(self) -> int:
+        return num_rows(self.shape)
+
+
+# The tensors of a checkpoint by the name of the parameter whose rows they have.
+SavedLayout = dict[str, list[SavedTensor]]
+
+
+def build_on_meta(path: str) -> Any:
+    """Returns transformers' causal LM of a folder or hub id without memory for its weights."""
+    with torch.device("meta"):
+        return build_hf_model(load_config(path), path)
+
+
+def is_mixture(model: Any) -> bool:
+    """Returns True if a parameter has the matrices of several experts."""
+    return any(has_experts(parameter.shape) for parameter in model.parameters())
+
+
+def constants(model: Any, prefix: str = "") -> dict[str, Tensor]:
+    """Returns the model's constants, by name: buffers that a checkpoint holds, alike on all
+    ranks."""
+    buffers = model.named_buffers(prefix)
+    return {name: buffer for name, buffer in buffers if is_constant(name)}
+
+
+def saved_layout(model: Any) -> SavedLayout:
+    """Returns what transformers would write of each parameter that it does not write as it is.
+
+    {} for a model without experts, whose engine takes the parameters' own names. Raises ConfigError
+    if a tensor on disk has not consecutive rows of one parameter."""
+    if not is_mixture(model):
+        return {}
+    with torch.device("cpu"):  # the model may be under construction on the meta device
+        return _layout_of(model)
+
+
+def _layout_of(model: Any) -> SavedLayout:
+    parameters = dict(model.named_parameters())
+    names = list(parameters)
+    # Each row of the whole model gets a number, and the conversion shows where the numbers go.
+    sizes = [num_rows(parameter.shape) for parameter in parameters.values()]
+    starts = list(accumulate(sizes, initial=0))
+    numbers = {}
+    for (name, parameter), (start, end) in zip(parameters.items(), pairwise(starts), strict=True):
+        dimensions = parameter.shape[:-1] or parameter.shape
+        # Two columns, which take no memory: transformers drops a dimension of size 1.
+        rows = torch.arange(start, end).view(*dimensions, 1)
+        numbers[name] = rows.expand(*dimensions, 2)
+    layout: SavedLayout = {}
+    for name, converted in revert_weight_conversion(model, numbers).items():
+        rows = converted[..., 0].flatten()
+        row = int(rows[0])
+        position = bisect_right(starts, row) - 1
+        parameter_name = names[position]
+        is_ordered = torch.equal(rows, torch.arange(row, row + len(rows)))
+        if not is_ordered or rows[-1] >= starts[position + 1]:
+            raise ConfigError(
+                f"model.path: {type(model).__name__} has {name} in another order than it is stored;"
+                " only rows that stay together can be synced"
+            )
+        if name != parameter_name:
+            parameter = parameters[parameter_name]
+            columns = parameter.shape[-1:] if parameter.dim() > 1 else ()
+            saved = SavedTensor(name, row - starts[position], (*converted.shape[:-1], *columns))
+            layout.setdefault(parameter_name, []).append(saved)
+    return layout
+
+
+def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> SavedLayout:
+    """Returns where a checkpoint with tensors of these names has the model's parameters, if they
+    differ. `saved` is the model's `saved_layout`.
+
+    transformers renames some when it loads them (GPT-NeoX's lm_head), and a decoder may have been
+    stored by itself."""
+    parameters = dict(model.named_parameters())
+    stored = set(stored)
+    missing = parameters.keys() - stored
+    if not missing:
+        return {}
+    # A decoder that was stored by itself lacks the prefix of the whole model, and one that is a
+    # part of a larger model has a longer one.
+    prefix = f"{model.base_model_prefix}."
+    layout: SavedLayout = {}
+    for name, tensors in saved.items():
+        for other_prefix in (prefix, "", TEXT_PREFIX):
+            candidates = [
+                tensor._replace(name=tensor.name.replace(prefix, other_prefix, 1))
+                for tensor in tensors
+            ]
+            if name in missing and all(tensor.name in stored for tensor in candidates):
+                layout.setdefault(name, candidates)
+    renamings = [
+        renaming
+        for renaming in get_model_conversion_mapping(model)
+        if isinstance(renaming, WeightRenaming)
+    ]
+    for name in stored - parameters.keys():
+        renamed = name
+        for renaming in renamings:
+            renamed = renaming.rename_source_key(renamed)[0]
+        for candidate in (renamed, f"{prefix}{renamed}"):
+            if candidate in missing:
+                whole = SavedTensor(name, 0, tuple(parameters[candidate].shape))
+                layout.setdefault(candidate, [whole])
+    return layout
+
+
+def read_rows(
+    saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
+) -> None:
+    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
+    first of them.
+
+    Raises ConfigError as `load_weights` does."""
+    if saved.name not in files:
+        raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
+    begin = max(start, saved.start)
+    end = min(start + len(rows), saved.start + saved.num_rows)
+    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
+    with safe_open(files[saved.name], framework="pt") as file:
+        tensor = file.get_slice(saved.name)
+        shape = list(tensor.get_shape())
+        if shape != list(saved.shape):
+            raise ConfigError(
+                f"model.path: {saved.name} has shape {shape} in {folder}, but the model asks for "
+                f"{list(saved.shape)}"
+            )
+        if begin < end:
+            # All dimensions but the last are rows: an index of the first may have several.
+            height = saved.num_rows // shape[0]
+            first, last = (begin - saved.start) // height, -(-(end - saved.start) // height)
+            values = as_matrix(tensor[first:last])[begin - saved.start - first * height :]
+            rows[begin - start : end - start] = values[: end - begin]

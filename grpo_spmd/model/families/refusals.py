@@ -21,18 +21,26 @@ from transformers.pytorch_utils import Conv1D
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import read_header
 from grpo_spmd.model.attention import PackedLayout, packed_attention, sequence_starts
-from grpo_spmd.model.config_json import head_dim, is_constant, refuse_by_config
-from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
-from grpo_spmd.model.families.logits import logits_map
-from grpo_spmd.model.families.recurrent import SequenceWise
-from grpo_spmd.model.families.stored import (
+from grpo_spmd.model.config_json import (
+    checkpoint_folder,
+    head_dim,
+    is_constant,
+    load_config,
+    refuse_by_config,
+    tensor_files,
+)
+from grpo_spmd.model.families.build import (
     SavedLayout,
     SavedTensor,
+    SequenceWise,
+    as_config_error,
+    build_hf_model,
     constants,
+    decoder_layers,
     saved_layout,
     stored_layout,
 )
-from grpo_spmd.model.hf_files import checkpoint_folder, load_config, tensor_files
+from grpo_spmd.model.families.logits import logits_map
 
 # Formats that hold values. Others are the codes of a quantised checkpoint.
 _FORMATS = ("F64", "F32", "F16", "BF16")

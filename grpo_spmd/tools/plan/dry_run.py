@@ -39,8 +39,8 @@ from grpo_spmd.distributed.session import policy_mesh, sequence_group
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model import lora
+from grpo_spmd.model.config_json import load_config
 from grpo_spmd.model.families.build import as_config_error, build_hf_model, decoder_layers
-from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.policy import DTYPES, Policy, logit_settings, set_up_layer
 from grpo_spmd.model.sharding import shard_over_ranks
 from grpo_spmd.records import Rollout

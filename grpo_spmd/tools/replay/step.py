@@ -28,7 +28,7 @@ from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.learn.assemble import assemble_batch, penalise_rewards_by_kl
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import attach_logprobs
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.observe.log import loss_metrics
 from grpo_spmd.observe.rollout_record import RolloutRecord

@@ -34,8 +34,7 @@ from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import Session, policy_mesh, sequence_group
 from grpo_spmd.engine.weight_map import EngineTensor, TensorPart
 from grpo_spmd.engine.weight_proof import prove_weights
-from grpo_spmd.learn.router_loss import attach_loads, compare_routes
-from grpo_spmd.learn.update import PolicyUpdater, attach_logprobs
+from grpo_spmd.learn.update import PolicyUpdater, attach_loads, attach_logprobs, compare_routes
 from grpo_spmd.model.offload import HostOffload, optimizer_state
 from grpo_spmd.model.policy import Policy, build_policy, build_reference
 from grpo_spmd.model.reward_model_files import read_reward_model

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from grpo_spmd.model.config_json import load_config
 from grpo_spmd.model.families.build import build_hf_model
-from grpo_spmd.model.hf_files import load_config
 from grpo_spmd.model.policy import DTYPES
 
 CACHE_BYTES = 1 << 12

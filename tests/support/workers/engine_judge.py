@@ -28,12 +28,12 @@ from grpo_spmd.engine import engine as of_engine
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import EngineStateError, Request
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.config_json import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.records import Completion, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
-from grpo_spmd.rewards.remote.servers import Judge
 from grpo_spmd.rewards.scorers import Scorers
+from grpo_spmd.rewards.servers import Judge
 from grpo_spmd.rollout import reward_models as engine_judge
 from grpo_spmd.rollout.reward_models import EngineJudge, EngineJudges
 from grpo_spmd.signals.opening import open_reward_models

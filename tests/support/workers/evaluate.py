@@ -24,7 +24,7 @@ from grpo_spmd.engine import engine as rollout
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_sync import WeightSync
-from grpo_spmd.model.hf_files import load_tokenizer, stop_token_ids
+from grpo_spmd.model.config_json import load_tokenizer, stop_token_ids
 from grpo_spmd.model.policy import build_policy
 from grpo_spmd.observe.rollout_writer import RolloutWriter
 from grpo_spmd.records import Completion, RolloutGroup, ScoredRollouts

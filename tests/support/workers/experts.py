@@ -23,7 +23,7 @@ from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.weight_proof import prove_weights
 from grpo_spmd.engine.weight_sync import WeightSync
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.model.families.stored import constants
+from grpo_spmd.model.families.build import constants
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters
 from grpo_spmd.records import Rollout, SyncStats
 from tests.support.full_tensors import gather_full_tensors, load_full_tensors

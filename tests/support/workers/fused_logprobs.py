@@ -162,18 +162,17 @@ def check_large_and_infinite_logits() -> None:
         ([-inf] * 4 + [7.0, 7.0], 5, -math.log(2), math.log(2)),
     ):
         row = torch.tensor([logits])
-        columns = torch.empty(4, 1)
+        numbers = torch.empty(1, 4)
         arguments: dict[str, Any] = {
-            "column_length": 1,
             "num_tokens": len(logits),
             "SCALING": (1.0, None),
             "BLOCK": 4,
         }
-        fused_logprobs.score_rows[(1,)](row, torch.tensor([target]), columns, **arguments)
-        results = columns[:, 0].tolist()
+        fused_logprobs.score_rows[(1,)](row, torch.tensor([target]), numbers, **arguments)
+        results = numbers[0].tolist()
         for result, expected in zip(results, (logprob, entropy), strict=False):
             assert result == expected or abs(result - expected) < 1e-6, (logits, results)
-        saved = torch.cat([columns[1:], torch.ones(2, 1)])
+        saved = torch.cat([numbers[:, 1:], torch.ones(1, 2)], 1)
         fused_logprobs.replace_logits_by_gradient[(1,)](
             row, torch.tensor([target]), saved, **arguments
         )
@@ -200,7 +199,7 @@ def compile_for_gpus(*, takes_all: bool) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    types = {"column_length": "i32", "num_tokens": "i32", "columns": "*fp32", "target_ids": "*i64"}
+    types = {"num_tokens": "i32", "numbers": "*fp32", "target_ids": "*i64"}
     forms = (
         (90, "bf16", 30.0, 0.5),
         (80, "bf16", None, 0.0),

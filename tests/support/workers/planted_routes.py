@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import grpo_spmd.learn.assemble
-import grpo_spmd.learn.router_loss
+import grpo_spmd.learn.update
 from grpo_spmd.engine.routes import RouteRecorder
 from grpo_spmd.model import routing
 from grpo_spmd.records import Rollout
@@ -98,7 +98,7 @@ def own_weights() -> None:
 
 def loads_of_one_rank() -> None:
     """The load-balance loss has the routes of the rank's own rollouts only."""
-    grpo_spmd.learn.router_loss.sum_in_place = lambda values, group=None: None
+    grpo_spmd.learn.update.sum_in_place = lambda values, group=None: None
 
 
 def no_balance_gradient() -> None:

@@ -14,7 +14,7 @@ from grpo_spmd.config.command_line import number_of_ranks
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.loop import _train_step
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.parts import Run, open_environments, open_run
 from grpo_spmd.rollout import buffer
 from grpo_spmd.rollout.sample import Sampler

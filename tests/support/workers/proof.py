@@ -26,7 +26,7 @@ from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.engine.direct_load import _Matrix
+from grpo_spmd.engine import reload
 from grpo_spmd.engine.engine import RolloutEngine
 from grpo_spmd.engine.requests import Request
 from grpo_spmd.engine.weight_proof import prove_weights
@@ -217,28 +217,21 @@ class Trials:
                 "mlp.down_proj.weight",
             )
         )
-        copy, end, targets = _Matrix.copy, _Matrix.end, direct._targets
+        copy, pack, targets = reload._copy_part, reload._pack, direct._targets
 
-        def a_row_off(
-            matrix: Any, section: Any, piece: Tensor, initial: int, shape: tuple[int, int]
-        ) -> None:
-            copy(
-                matrix,
-                section,
-                piece.roll(shape[1], 1) if section.name == down else piece,
-                initial,
-                shape,
-            )
+        def a_row_off(tensor: Any, section: Any, rows: Tensor, matrix: Tensor) -> None:
+            rolled = matrix.roll(1, 0) if section.name == down else matrix
+            copy(tensor, section, rows, rolled)
 
-        def not_packed(matrix: Any) -> None:
-            if matrix.is_copied:
-                end(matrix)
+        def not_packed(layer: Any) -> None:
+            if not hasattr(layer, "org_vocab_size"):
+                pack(layer)
 
         swapped = {**targets, key: targets[value], value: targets[key]}
         for location, label, planted, names in (
-            (_Matrix, "copy", a_row_off, {down}),
+            (reload, "_copy_part", a_row_off, {down}),
             (direct, "_targets", swapped, {key, value}),
-            (_Matrix, "end", not_packed, {HEAD}),
+            (reload, "_pack", not_packed, {HEAD}),
         ):
             self.update(1e-5 if self.engine.dtype == torch.float32 else 1e-3)
             with patch.object(location, label, planted):

@@ -20,7 +20,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.exit import Rank0Error
 from grpo_spmd.distributed.session import end_session, start_session
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.values import RewardModel, build_reward_model
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck

@@ -19,9 +19,8 @@ from grpo_spmd.config.schema import Config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.engine.engine import RolloutEngine
-from grpo_spmd.engine.gather import saved_tensors
 from grpo_spmd.engine.requests import EngineStateError, Request
-from grpo_spmd.engine.weight_sync import WeightSync
+from grpo_spmd.engine.weight_sync import WeightSync, saved_tensors
 from grpo_spmd.learn.assemble import pack_rollouts
 from grpo_spmd.model.config_json import kv_bytes_per_token, read_model
 from grpo_spmd.model.optimizer import build_optimizer

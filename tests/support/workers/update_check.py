@@ -34,7 +34,7 @@ from grpo_spmd.model import attention as model_attention
 from grpo_spmd.model import optimizer as model_optimizer
 from grpo_spmd.model import policy as model_policy
 from grpo_spmd.model.attention import PackedLayout
-from grpo_spmd.model.hf_files import load_tokenizer
+from grpo_spmd.model.config_json import load_tokenizer
 from grpo_spmd.model.policy import (
     Policy,
     build_policy,
