@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
+from grpo_spmd.checkpoint.manifest import CheckpointError, model_fingerprint, read_trainer
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import (
     UntrustedError,
@@ -164,7 +164,6 @@ def _base_files(path: str, trainer: Mapping[str, Any], remedy: str) -> dict[str,
     Raises ConfigError, with `remedy`, if it is not at `path`, or if another model is."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    from grpo_spmd.checkpoint.state import model_fingerprint
     from grpo_spmd.model.hf_files import checkpoint_folder, tensor_files
 
     try:

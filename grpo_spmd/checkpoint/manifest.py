@@ -165,6 +165,24 @@ def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
     (folder / "manifest.json").write_text(manifest, encoding="utf-8")
 
 
+def model_fingerprint(folder: Path) -> str:
+    """Returns a SHA-256 over the names, sizes, beginnings and ends of a model's files.
+
+    So models can be distinguished without reading all of their bytes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
 def _sha256(path: Path) -> str:
     with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

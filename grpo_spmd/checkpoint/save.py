@@ -25,7 +25,6 @@ from torch import Tensor
 
 from grpo_spmd.checkpoint.export import copy_companions, export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import (
     Start,
     checkpoint_path,
@@ -33,7 +32,13 @@ from grpo_spmd.checkpoint.run_dir import (
     remove_old,
     temporary_path,
 )
-from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, write_shard
+from grpo_spmd.checkpoint.state import (
+    RunFacts,
+    TrainedSignal,
+    load_state,
+    state_tensors,
+    write_shard,
+)
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.preemption import remove_marker, write_marker

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from grpo_spmd.config.aliases import read_table
+from grpo_spmd.config.coerce import read_table
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE

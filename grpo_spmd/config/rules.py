@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 from urllib.parse import urlsplit
 
-from grpo_spmd.config.aliases import read_table
+from grpo_spmd.config.coerce import read_table
 from grpo_spmd.config.describe import SECRET, SECRET_NAME, default_of, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import (

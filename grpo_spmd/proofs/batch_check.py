@@ -47,7 +47,7 @@ from grpo_spmd.proofs.gradient_check import (
     join_ranks,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_loss import plain_kl
+from grpo_spmd.proofs.plain import plain_kl
 from grpo_spmd.records import (
     Completion,
     Decision,

@@ -4,8 +4,8 @@ A synthetic row is a micro-batch made of short pieces of this rank's own rollout
 reference and engine logprobs are set at known distances from the policy's, so that ratios fall on
 both sides of every bound: with the true logprobs nothing is clipped in a first update.
 
-The plain side is transformers' own forward pass with the attention of plain_forward.py, one row
-per sequence, full logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side
+The plain side is transformers' own forward pass with the attention of plain.py, one row
+per sequence, full logits, log_softmax in float32, and its loss. The trainer's side
 is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
 trainer's, so that `.grad` holds the difference. At the end all gradients are dropped.
 """
@@ -47,13 +47,14 @@ from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
-from grpo_spmd.proofs.plain_forward import (
+from grpo_spmd.proofs.plain import (
+    LossTerm,
     padded_routes,
+    plain_terms,
     use_float32,
     use_plain_attention,
     use_plain_routes,
 )
-from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
 from grpo_spmd.records import (
     Decision,
     MicroBatch,

@@ -21,7 +21,7 @@ from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model_files import RewardModelFiles
 from grpo_spmd.model.values import RewardModel
 from grpo_spmd.proofs.gradient_check import MAX_SCORE_BOUND, describe_errors, widen_by_noise
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")

@@ -62,8 +62,7 @@ from grpo_spmd.proofs.gradient_check import (
     join_ranks,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import padded_routes, use_float32, use_plain_attention
-from grpo_spmd.proofs.plain_loss import plain_kl
+from grpo_spmd.proofs.plain import padded_routes, plain_kl, use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 from grpo_spmd.signals.value_proofs import (

@@ -54,7 +54,7 @@ from grpo_spmd.proofs.gradient_check import (
     bound_by_noise,
     join_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
 from grpo_spmd.records import (
     Decision,

@@ -42,8 +42,7 @@ from grpo_spmd.proofs.gradient_check import (
     short_rollouts,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention, use_plain_routes
-from grpo_spmd.proofs.plain_loss import LossTerm
+from grpo_spmd.proofs.plain import LossTerm, use_float32, use_plain_attention, use_plain_routes
 from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from grpo_spmd.config.aliases import find_alias
+from grpo_spmd.config.coerce import find_alias
 from grpo_spmd.config.describe import flat
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import YAML_ERRORS, StrictLoader, read_tree

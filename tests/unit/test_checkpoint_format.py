@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from grpo_spmd.checkpoint.manifest import write_manifest
-from grpo_spmd.checkpoint.restore import find_start, load_state
 from grpo_spmd.checkpoint.run_dir import check_same_run, checkpoint_path
-from grpo_spmd.checkpoint.state import RunFacts, run_facts
+from grpo_spmd.checkpoint.state import RunFacts, find_start, load_state, run_facts
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config

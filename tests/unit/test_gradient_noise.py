@@ -29,9 +29,9 @@ from grpo_spmd.model.values import PolicyValues, build_reward_model
 from grpo_spmd.proofs import gradient_check, reward_model_check
 from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck, SignalProofs
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
-from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.proofs.schedule import weakened_proofs
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, RolloutBatch, TeacherSignal
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel

@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.checkpoint.state import run_facts, state_tensors
+from grpo_spmd.checkpoint.state import load_state, run_facts, state_tensors
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config

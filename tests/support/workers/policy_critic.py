@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer
-from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.state import state_tensors, trained_parameters
+from grpo_spmd.checkpoint.state import load_state, state_tensors, trained_parameters
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
