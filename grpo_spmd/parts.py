@@ -73,9 +73,9 @@ from grpo_spmd.observe.log import LaunchFacts, MetricsLog, Progress
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
-from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
 from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.proofs.schedule import weakened_proofs
+from grpo_spmd.proofs.synthetic import UpdateCheckSettings
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch
 from grpo_spmd.rewards.pool.pool import RewardPool

@@ -39,14 +39,11 @@ from grpo_spmd.model.config_json import (
     Dimensions,
     ModelFacts,
     Shapes,
-    kv_bytes_per_sequence,
-    kv_bytes_per_token,
     route_bytes_per_token,
 )
 from grpo_spmd.rewards.remote.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
 # What a judge's prompt has besides its rubric: instructions, marks around texts, chat template.
 _JUDGE_EXTRA_TOKENS = 512
 # The part before the first "/" of every metric's name.
@@ -55,14 +52,6 @@ _METRICS = (
     "loss", "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction",
     "teacher", "throughput", "time", "weight_sync",
 )  # fmt: skip
-
-
-class Row(NamedTuple):
-    """One line of `--explain`: a name, a value, and where the value comes from."""
-
-    name: str
-    value: str
-    explanation: str
 
 
 # Sizes and counts of a step
@@ -340,69 +329,6 @@ def logits_bytes_per_element(itemsize: int) -> int:
     return 4 if itemsize == 4 else 4 + itemsize
 
 
-def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the trainer's memory on one rank."""
-    dtype, offload = config.model.dtype, config.model.offload
-    state, itemsize = state_of(config, model, num_ranks), ITEMSIZE[dtype]
-    trained, ranks = state.trained, replica_ranks(config, num_ranks)
-    terms = "parameters + moments"
-    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
-    if state.base:
-        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
-        yield Row("base", size_text(state.base), explanation)
-        rank = config.model.lora.rank
-        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
-        terms += " + base"
-    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    explanation = f"{trained:,} x 4 (float32), in the update only"
-    yield Row("gradients", size_text(state.gradients), explanation)
-    explanation = f"{trained:,} x 2 x 4 (float32)"
-    if config.optimizer.name == "adamw_8bit":
-        explanation = f"{trained:,} x 2 x 1 + a float32 scale for each {MOMENT_BLOCK} of a row"
-    yield Row("AdamW's moments", size_text(state.moments), explanation)
-    if state.reference:
-        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
-        yield Row("reference", size_text(state.reference), explanation)
-        terms += " + reference"
-    yield Row("state between updates", size_text(state.num_bytes), terms)
-    if offload:
-        explanation = f"while the engine is awake: offload {str(offload).lower()}"
-        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
-    explanation = "parameters that train + moments, while a thread writes them"
-    yield Row("checkpoint's copy in host memory", size_text(state.saved), explanation)
-    value, explanation = "unknown", _NO_SIZES
-    sharing = config.model.sequence_parallel_size
-    if sharing > 1 and model.dimensions is not None:
-        tokens = micro_batch_tokens(config, num_ranks)
-        sent = exchanged_bytes(model.dimensions, tokens, sharing, itemsize)
-        explanation = (
-            f"a micro-batch of {tokens} tokens over {sharing} ranks, forward; as much backward"
-        )
-        yield Row("sent for shared attention", size_text(sent), explanation)
-    if model.dimensions is not None:
-        # Logits, the largest of the activations, exist for one chunk of tokens at a time.
-        tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-        vocabulary, element = model.dimensions.vocabulary, logits_bytes_per_element(itemsize)
-        value = size_text(tokens * vocabulary * element)
-        explanation = f"{tokens} tokens x V {vocabulary} x {element} bytes in the backward pass"
-    yield Row("logits of a chunk", value, explanation)
-    routes = route_bytes(config, model, num_ranks)
-    if routes:
-        per_token = route_bytes_per_token(model.config)
-        explanation = f"{per_token} bytes a token (layers x experts) + 1, of a step's rollouts"
-        yield Row("routes of the engine", size_text(routes), explanation)
-    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
-    explanation = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
-    explanation += "; vLLM keeps more until a layer is whole"
-    yield Row("buffers of the weight sync", size_text(sum(buffers.values())), explanation)
-    yield Row(
-        "peak of each phase, and what fits",
-        "see the planner",
-        "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N runs the layers on "
-        "fake tensors",
-    )
-
-
 # Engine
 
 
@@ -486,45 +412,6 @@ def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.in
     # An evaluation distributes completions, not prompts.
     is_on = config.eval.every_steps > 0
     return max(rollouts, num_held_out * config.eval.num_samples / engines if is_on else 0)
-
-
-def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the engine's memory on one rank."""
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.engine_ranks
-    yield Row(
-        "weights",
-        size_text(engine_weights(config, model)),
-        f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)",
-    )
-    sizes = model.dimensions
-    if sizes is None:
-        yield Row("KV cache", "unknown", _NO_SIZES)
-        return
-    itemsize, heads = kv_itemsize(config), max(1, sizes.kv_heads // tp)
-    token_bytes = kv_bytes_per_token(sizes, itemsize, tp)
-    explanation = f"2 x {sizes.attention_layers} layers x {heads} kv heads of a rank"
-    explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
-    yield Row("KV cache of a token", size_text(token_bytes), explanation)
-    # A judge that the engine serves may read texts that are longer than any rollout.
-    sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
-    needed = sequences * longest_text
-    sequence_bytes = kv_bytes_per_sequence(sizes, tp)
-    shared = "a group shares its prompt"
-    if sequence_bytes:
-        shared = f"and {size_text(sequence_bytes)} of recurrent states each; no prefix is shared"
-    yield Row(
-        "KV cache for all at full length",
-        f"<= {size_text(needed * token_bytes + sequences * sequence_bytes)}",
-        f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes "
-        f"({shared})",
-    )
-    cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
-    if isinstance(cache_bytes, int):
-        yield Row(
-            "tokens that fit",
-            f"{cache_bytes // token_bytes:,} of {needed:,}",
-            f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}",
-        )
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:

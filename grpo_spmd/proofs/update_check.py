@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import MOMENT_BLOCK, OptimizerConfig
-from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import (
@@ -43,17 +40,17 @@ from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
     GradientCheck,
     SignalProofs,
-    UpdateCheckSettings,
+    UpdateCheckError,
     check_no_gradient,
     count_loss,
-    describe_errors,
     gradient_squares,
+    raise_if_wrong,
     sum_over_ranks,
 )
 from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
@@ -65,13 +62,6 @@ _LATER_WINDOW = 2
 # of rows of each.
 _NUM_TENSORS = 8
 _NUM_ROWS = 4
-
-
-class UpdateCheckError(RuntimeError):
-    """The trainer's numbers differ from those of a plain recomputation."""
-
-    # The report of a failure prints the whole message.
-    says_all = True
 
 
 class UpdateCheck(UpdateObserver):
@@ -99,7 +89,7 @@ class UpdateCheck(UpdateObserver):
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as read from the model's files.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(settings, tokenizer, counts_rows=policy.counts_rows)
+        self._batch_check = BatchCheck(settings, tokenizer)
         self._gradients = GradientCheck(policy, updater, settings, signals)
         # In the first steps of a critic's warm-up the policy makes no optimizer step.
         num_steps = settings.training.num_steps - settings.warmup_steps
@@ -310,29 +300,9 @@ class UpdateCheck(UpdateObserver):
     def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
         """Collective. Raises Rank0Error on every rank if any rank has an error; else returns the
         largest metrics over all ranks."""
-        return raise_if_wrong(results, f"step {self._step}: the update")
-
-
-def raise_if_wrong(results: list[CheckResult], subject: str) -> dict[str, float]:
-    """Collective. Raises Rank0Error on every rank if any rank has an error; else returns, for each
-    metric, the largest value over all ranks. The error's message begins with `subject`."""
-    errors = [text for result in results for text in result.errors]
-    metrics = [pair for result in results for pair in result.metrics.items()]
-    return on_rank0(partial(_combine, subject=subject), [errors, metrics])
-
-
-def _combine(
-    by_rank: list[tuple[list[str], list[tuple[str, float]]]], subject: str
-) -> dict[str, float]:
-    """Returns the largest value of each metric over ranks. Runs on rank 0. `by_rank` has (errors,
-    metrics) of each rank. Raises UpdateCheckError if any rank has an error."""
-    errors = describe_errors(errors for errors, _ in by_rank)
-    if errors:
-        raise UpdateCheckError(f"{subject} is not what a plain recomputation of it gives: {errors}")
-    largest: dict[str, float] = {}
-    for key, value in chain.from_iterable(metrics for _, metrics in by_rank):
-        largest[key] = max(value, largest.get(key, 0.0))
-    return largest
+        return raise_if_wrong(
+            results, f"step {self._step}: the update is not what a plain recomputation of it gives"
+        )
 
 
 # AdamW written out.

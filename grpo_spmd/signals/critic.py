@@ -55,15 +55,10 @@ from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-    bound_by_noise,
-    join_ranks,
-    sum_over_ranks,
-)
+from grpo_spmd.proofs.gradient_check import bound_by_noise, join_ranks, sum_over_ranks
 from grpo_spmd.proofs.plain import padded_routes, plain_kl, use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 from grpo_spmd.signals.value_proofs import (
     MAX_VALUE_BOUND,
@@ -149,7 +144,9 @@ class Critic(Learner):
         return {name: cast(DTensor, parameter) for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, *_: object
+    ) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches.
 
         Before the call, `advantages` of a micro-batch holds rewards, each at the token for which it
@@ -388,7 +385,9 @@ class PolicyCritic(Critic):
         """New value targets for the synthetic rows of the policy's gradient check."""
         return ValueTargets(self, self._config)
 
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, *_: object
+    ) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches; see
         Critic.attach."""
         # A new step begins, in which the policy has not been updated yet.
@@ -418,7 +417,7 @@ class PolicyCritic(Critic):
             self.model.reshard()
 
 
-def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
+def open_critic(config: Config, policy: Policy, session: Session) -> Critic:
     """Collective. Builds the model of critic.path, or with `critic.path: policy` a value head on
     the policy. Raises ConfigError for a model that cannot be a critic."""
     if config.critic.is_on_policy:

@@ -31,10 +31,7 @@ from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-)
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.call_limits import CallLimits
 from grpo_spmd.rewards.remote.client import PositionLogprobs, PromptLogprobs, ServerCalls

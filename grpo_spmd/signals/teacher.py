@@ -48,14 +48,10 @@ from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows, reshard
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-    bound_by_noise,
-    join_ranks,
-)
+from grpo_spmd.proofs.gradient_check import bound_by_noise, join_ranks
 from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import (
     Decision,
     Fields,
@@ -178,10 +174,6 @@ class Teacher:
     def check(self, settings: UpdateCheckSettings) -> TeacherCheck:
         """Returns the running check of this signal."""
         return TeacherCheck(self, settings)
-
-    def random_teacher(self, settings: UpdateCheckSettings) -> RandomTeacher:
-        """Returns a teacher for the synthetic rows of the gradient check."""
-        return RandomTeacher(self.config, self.policy, settings)
 
     def requests(self, decision: Decision, sampled: SampledStep | None) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
@@ -673,93 +665,3 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
 def _digest(request: TeacherRequest) -> int:
     """Returns a checksum of a request: ranks exchange checksums instead of whole prompts."""
     return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())
-
-
-# The width of the hidden states of a RandomTeacher.
-_HIDDEN_SIZE = 8
-
-
-class RandomTeacher:
-    """A teacher for the synthetic rows of the gradient check (the SyntheticTeacher of
-    GradientCheck).
-
-    With teacher.loss: sampled, its scores are logprobs that the check fills in; else they are
-    random distributions from a fixed seed. `divergence` computes its term of the loss by the
-    formula, for comparison with the trainer's.
-    """
-
-    def __init__(
-        self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
-    ) -> None:
-        self.coef = config.coef
-        self._config = config
-        self._temperature = settings.rollout.temperature
-        self._dtype = DTYPES[settings.dtype]
-        self._generator = torch.Generator().manual_seed(0)
-        self._policy_logits = policy.logits
-        self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
-        # For each row that holds a rollout: the logprobs [n, V], and with topk the ids [n, K] of
-        # the most probable tokens.
-        self._log_p: list[Tensor] = []
-        self._top_ids: list[Tensor] = []
-
-    @property
-    def is_sampled(self) -> bool:
-        """True if this teacher gives logprobs of the sampled tokens, False if distributions."""
-        return self._config.loss == "sampled"
-
-    def teach(self, row: MicroBatch) -> None:
-        """Attaches the teacher's signal to a row."""
-        if self.is_sampled:
-            row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
-            return
-        device = row.input_ids.device
-        hidden = self._draw(len(row.target_ids)).to(device)
-        head = self._head.to(device)
-        scores: WholeTeacher | TopTeacher = WholeTeacher(hidden, head, self._temperature, None)
-        if self._config.loss == "topk":
-            ids, logprobs = top_outcomes(
-                hidden,
-                head,
-                self._config.top_k,
-                temperature=self._temperature,
-                chunk=self._policy_logits.chunk,
-            )
-            scores = TopTeacher(ids, logprobs)
-        divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_logits)
-        row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
-        # A row without rollouts has a placeholder token, which the plain computation lacks.
-        if row.rollout_ids:
-            self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
-            self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
-
-    def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, between the teacher and the policy at all tokens of
-        all rows, where `log_p` [n, V] are the policy's logprobs.
-
-        It is written out by its formula, and its gradient is autograd's."""
-        beta = self._config.beta
-        s = log_p.double()
-        t = torch.cat([log_p[:0].double(), *self._log_p])
-        if self._top_ids:
-            ids = torch.cat(self._top_ids)
-            s = _top_and_rest(s, ids)
-            t = _top_and_rest(t, ids)
-        if beta == 0.0:
-            return (t.exp() * (t - s)).sum(-1)
-        if beta == 1.0:
-            return (s.exp() * (s - t)).sum(-1)
-        m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
-        return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
-
-    def _draw(self, num_rows: int) -> Tensor:
-        return torch.randn(num_rows, _HIDDEN_SIZE, generator=self._generator).to(self._dtype)
-
-
-def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and last of all other tokens
-    together."""
-    # The rest is summed over the other tokens, because 1 minus the sum of the top tokens'
-    # probabilities would lose digits by cancellation.
-    rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([log_p.gather(-1, ids), rest], -1)

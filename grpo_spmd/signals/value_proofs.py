@@ -30,20 +30,23 @@ from grpo_spmd.learn.update import MiniBatch, UpdateObserver
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import PolicyValues, ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
     bound_by_noise,
     check_no_gradient,
     count_loss,
     gradient_squares,
-    padded_contexts,
-    plain_routes,
+    raise_if_wrong,
     relative_difference,
-    short_rollouts,
     sum_over_ranks,
 )
 from grpo_spmd.proofs.plain import LossTerm, use_float32, use_plain_attention, use_plain_routes
-from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
+from grpo_spmd.proofs.synthetic import (
+    CheckResult,
+    UpdateCheckSettings,
+    padded_contexts,
+    plain_routes,
+    short_rollouts,
+)
+from grpo_spmd.proofs.update_check import AdamwCheck
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
@@ -287,7 +290,10 @@ class CriticUpdateCheck(UpdateObserver):
         self._expects_step = False
         if self._window:
             self._adamw.end(is_made)
-            raise_if_wrong([self._adamw.result], "the critic's update")
+            raise_if_wrong(
+                [self._adamw.result],
+                "the critic's update is not what a plain recomputation of it gives",
+            )
             self._window -= 1
 
     def _check_gradient(

@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from grpo_spmd.learn.update import MiniBatch
+from grpo_spmd.proofs.gradient_check import UpdateCheckError
 from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
-from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckError
+from grpo_spmd.proofs.update_check import UpdateCheck
 
 
 @pytest.mark.parametrize(

@@ -47,8 +47,7 @@ from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 from grpo_spmd.signals import critic as learn_critic
 from grpo_spmd.signals import value_proofs
-from grpo_spmd.signals.critic import Critic, CriticCheck
-from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.critic import Critic, CriticCheck, open_critic
 from grpo_spmd.signals.value_proofs import CriticUpdateCheck
 from tests.support.learn import check_settings_of, merged_on_all, updater_of
 from tests.support.workers.update import SETTINGS as OF_POLICY

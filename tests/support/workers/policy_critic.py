@@ -35,8 +35,7 @@ from grpo_spmd.model.sharding import first_row
 from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, TeacherSignal
-from grpo_spmd.signals.critic import Critic, PolicyCritic
-from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.critic import Critic, PolicyCritic, open_critic
 from grpo_spmd.signals.value_proofs import ValueTargets
 from tests.support.learn import check_settings_of, merged_on_all
 from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved

@@ -12,7 +12,6 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -38,7 +37,6 @@ from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import teacher as teacher_check
 from grpo_spmd.signals.teacher import (
-    RandomTeacher,
     Teacher,
     TeacherCheck,
     TeacherModel,
@@ -112,8 +110,7 @@ class Trials:
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
         settings = check_settings_of(self.config, frozenset())
-        made_up = partial(RandomTeacher, teacher.config, policy, settings)
-        return GradientCheck(policy, updater, settings, SignalProofs(make_teacher=made_up))
+        return GradientCheck(policy, updater, settings, SignalProofs(teacher=teacher.config))
 
     def update(
         self,
