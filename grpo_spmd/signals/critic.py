@@ -39,7 +39,7 @@ from grpo_spmd.learn.advantages import (
     variance,
     whitening,
 )
-from grpo_spmd.learn.contexts import row_contexts
+from grpo_spmd.learn.contexts import RowContext, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
@@ -528,46 +528,33 @@ class CriticCheck:
             )
         row = rows[0]
         contexts = [c for c in row_contexts(row) if c.sampled_at[0] <= _MAX_PROMPT_TOKENS]
-        contexts = contexts[:_NUM_SEQUENCES]
-        # Each sequence is cut _NUM_TOKENS - 1 tokens after its prompt. A rank without a context
-        # makes the pass with one token, because the pass is collective.
-        ends = [int(context.sampled_at[0]) - 1 + _NUM_TOKENS for context in contexts]
-        ids = [
-            row.input_ids.new_tensor(context.token_ids[:end])
-            for context, end in zip(contexts, ends, strict=True)
-        ]
+        contexts = [_cut(context) for context in contexts[:_NUM_SEQUENCES]]
+        # A rank without a context makes the pass with one token, because the pass is collective.
+        ids = [row.input_ids.new_tensor(context.token_ids) for context in contexts]
         padded = pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
         routes = padded_routes(contexts, padded.shape[1], padded.device)
 
-        def compared(values: Tensor) -> Tensor:
-            """Returns the compared tokens' values, taken from `values` [S, L]; without a context
-            all values of the placeholder."""
+        def plain_pass() -> Tensor:
+            """Returns the plain values of the compared tokens; without a context of the
+            placeholder."""
+            values = plain_values(self._model, padded, routes)
             # A token's value is the one at the position before it, which predicts the token.
-            pieces = [
-                values[number, context.sampled_at[context.sampled_at <= end] - 1]
-                for number, (context, end) in enumerate(zip(contexts, ends, strict=True))
-            ]
+            pieces = [values[n, context.sampled_at - 1] for n, context in enumerate(contexts)]
             return torch.cat(pieces or [values[0]])
+
+        def measure_noise() -> float:
+            model = self._model
+            with use_float32(model.policy if isinstance(model, PolicyValues) else model):
+                return relative_size(plain_pass() - expected, expected)
 
         difference = 0.0
         with random_head(self._model.head):
             by_trainer = self._model(row)
             with use_plain_attention(self._model.backbone):
-                expected = compared(plain_values(self._model, padded, routes))
+                expected = plain_pass()
                 if contexts:
-                    tokens = [
-                        context.tokens[context.sampled_at <= end]
-                        for context, end in zip(contexts, ends, strict=True)
-                    ]
-                    by_trainer = by_trainer[np.concatenate(tokens)]
+                    by_trainer = by_trainer[np.concatenate([c.tokens for c in contexts])]
                     difference = relative_size(by_trainer - expected, expected)
-
-                def measure_noise() -> float:
-                    model = self._model
-                    with use_float32(model.policy if isinstance(model, PolicyValues) else model):
-                        exact = compared(plain_values(model, padded, routes))
-                    return relative_size(exact - expected, expected)
-
                 bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
@@ -617,6 +604,18 @@ class CriticCheck:
             policy_returns = lambda_returns(rewards, values[tokens], config.gamma, lam)
             advantages[tokens] = policy_returns - values[tokens]
         return advantages
+
+
+def _cut(context: RowContext) -> RowContext:
+    """Returns the context without the tokens that are not compared."""
+    end = int(context.sampled_at[0]) - 1 + _NUM_TOKENS
+    is_compared = context.sampled_at <= end
+    return dataclasses.replace(
+        context,
+        token_ids=context.token_ids[:end],
+        sampled_at=context.sampled_at[is_compared],
+        tokens=context.tokens[is_compared],
+    )
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:

@@ -309,7 +309,7 @@ class ServerCheck(TeacherCheck):
         return rollout_id not in self._served.unanswered
 
     def _compare(
-        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+        self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
         """Collective. As TeacherCheck._compare; with `of_noise` there are no differences."""
         # The server cannot be asked for another dtype, so its rounding cannot be measured.

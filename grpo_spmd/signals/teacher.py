@@ -257,23 +257,20 @@ class Teacher:
     ) -> TeacherSignal:
         """Returns a row's signal made from `scored`: pairs of the indices of completion tokens
         (None: all) and a teacher's scores of these tokens."""
-        coef = self.config.coef
-        masks = {}
+        signal = TeacherSignal(self.config.coef)
         if requests is not None and len(self.config.names) > 1:
             for name in self.config.names:
                 is_asked = [requests[i].teacher == name for i in row.rollout_ids]
-                masks[name] = token_mask(row, is_asked)
+                signal.masks_by_teacher[name] = token_mask(row, is_asked)
         if self.config.loss != "sampled":
-            parts = [
-                (tokens, scores) for tokens, scores in scored if not isinstance(scores, Tensor)
-            ]
+            parts: Any = scored
             divergence = TeacherDivergence(parts, self.config.beta, self.policy.logits)
-            return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
+            return dataclasses.replace(signal, divergence=divergence)
         logprobs = torch.zeros_like(row.rollout_logprobs)
         for tokens, scores in scored:
             assert isinstance(scores, Tensor)
             logprobs = scores if tokens is None else logprobs.index_copy(0, tokens, scores)
-        return TeacherSignal(coef, logprobs, masks_by_teacher=masks)
+        return dataclasses.replace(signal, logprobs=logprobs)
 
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
@@ -444,6 +441,8 @@ _NUM_TOKENS = 12
 # ones. Rollouts with _LONG or more such tokens are not compared, except the shortest if a teacher
 # has only such ones; rollouts with _TOO_LONG or more are never compared.
 _LONG, _TOO_LONG = 2048, 8192
+# A sequence of which no token is compared.
+_PLACEHOLDER = RowContext(-1, np.zeros(2, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64))
 
 
 class TeacherCheck:
@@ -504,10 +503,9 @@ class TeacherCheck:
                 for c in _first_contexts(row, requests)
                 if requests is None or requests[c.rollout_id].teacher == name
             )
-            # The passes are collective, so every rank makes `num_rollouts` of them, if need be
-            # without a context.
-            for number in range(num_rollouts):
-                context = chosen[number] if number < len(chosen) else None
+            # The passes are collective, so every rank makes `num_rollouts` of them.
+            chosen += [_PLACEHOLDER] * (num_rollouts - len(chosen))
+            for context in chosen[:num_rollouts]:
                 differences.append(self._compare(source, row, context, of_noise=of_noise))
         joined = torch.cat(differences)
         return float(joined.mean()) if len(joined) else 0.0
@@ -570,29 +568,23 @@ class TeacherCheck:
             )
 
     def _compare(
-        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+        self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
-        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context,
-        and n = 0 if it is None.
+        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context.
 
         The signal is compared with a plain pass of the teacher, or with `of_noise` a plain pass in
         the model's dtype with one in float32."""
-        # Without a context the pass over two tokens is made only because it is collective.
-        token_ids = row.input_ids[:2]
-        tokens = predict_index = row.predict_index.new_zeros(1)
-        if context is not None:
-            # The context up to the last token that is compared.
-            first = context.sampled_at[0]
-            is_near = context.sampled_at <= max(first, _LONG - 1)
-            sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
-            new = row.input_ids.new_tensor
-            token_ids = new(context.token_ids[: sampled_at[-1] + 1])
-            tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
+        # The context up to the last token that is compared.
+        is_near = context.sampled_at <= max(context.sampled_at[0], _LONG - 1)
+        sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+        new = row.input_ids.new_tensor
+        token_ids = new(context.token_ids[: sampled_at[-1] + 1])
+        tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
         logits = exact = self._logits(source, token_ids, predict_index)
         if of_noise:
             with use_float32(source.model):
                 exact = self._logits(source, token_ids, predict_index)
-        if context is None or row.teacher_signal is None or logits is None or exact is None:
+        if not len(tokens) or row.teacher_signal is None or logits is None or exact is None:
             return torch.zeros(0, dtype=torch.float64)
         targets = row.target_ids[tokens]
         if of_noise:

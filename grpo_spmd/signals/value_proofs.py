@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import CriticConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.update import MiniBatch, UpdateObserver
+from grpo_spmd.learn.update import MiniBatch
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import PolicyValues, ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
@@ -34,7 +34,6 @@ from grpo_spmd.proofs.gradient_check import (
     check_no_gradient,
     count_loss,
     gradient_squares,
-    raise_if_wrong,
     relative_difference,
     sum_over_ranks,
 )
@@ -238,7 +237,7 @@ class ValueTargets(SyntheticTargets):
         self._critic.drop_gradient()
 
 
-class CriticUpdateCheck(UpdateObserver):
+class CriticUpdateCheck(AdamwCheck):
     """Checks a critic's training: `run` compares its loss and gradient with plain ones, and as an
     UpdateObserver it then recomputes the critic's next optimizer steps."""
 
@@ -256,9 +255,7 @@ class CriticUpdateCheck(UpdateObserver):
         ratio = config.lr / policy.lr if policy.lr else 0.0
         optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
         num_steps = settings.training.num_run_optimizer_steps
-        self._adamw = AdamwCheck(critic.model, critic, optimizer, num_steps)
-        # The number of optimizer steps that are still to be recomputed.
-        self._window = 0
+        super().__init__(critic.model, critic, optimizer, num_steps)
         # True from a check until the critic has been updated.
         self._expects_step = False
 
@@ -269,32 +266,15 @@ class CriticUpdateCheck(UpdateObserver):
             result.errors.append("the critic has made no update since the last check")
         if self._has_layers:
             self._check_gradient(result, groups, batch.micro_batches)
-        self._adamw.open()
-        result.errors.extend(self._adamw.result.errors)
-        self._window = _WINDOW
+        claim = "the critic's update is not what a plain recomputation of it gives"
+        result.errors.extend(self.open(_WINDOW, claim).errors)
         self._expects_step = any(batch.num_loss_tokens)
 
-    def before_backward(self, mini_batch: MiniBatch) -> None:
-        """Collective. Checks the numbers by which the mini-batch's loss is divided."""
-        if self._window:
-            self._adamw.begin(mini_batch)
-
-    def after_backward(self) -> None:
-        """Collective. Reads the gradients before they are clipped."""
-        if self._window:
-            self._adamw.read_gradients()
-
     def after_step(self, is_made: bool) -> None:
-        """Collective. Compares weights and moments after the optimizer step with those that a plain
-        AdamW computes. Raises Rank0Error on every rank if they differ."""
+        """Collective. Compares weights and moments with those of the plain AdamW. See
+        AdamwCheck."""
         self._expects_step = False
-        if self._window:
-            self._adamw.end(is_made)
-            raise_if_wrong(
-                [self._adamw.result],
-                "the critic's update is not what a plain recomputation of it gives",
-            )
-            self._window -= 1
+        super().after_step(is_made)
 
     def _check_gradient(
         self,
