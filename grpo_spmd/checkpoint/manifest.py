@@ -18,10 +18,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_spmd import files
 from grpo_spmd.files import MANIFEST, ManifestFile, UntrustedError, check_fields, regular_files
+from grpo_spmd.records import Fields
 
 # The fields of trainer.json that a run needs to continue from the checkpoint.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
@@ -68,7 +68,7 @@ def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
     return files
 
 
-def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
+def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> Fields:
     """Returns trainer.json with all fields checked; it must have the fields in `needed`.
 
     Raises CheckpointError if one is missing, if a field is damaged, or if the folder's name has
@@ -99,7 +99,7 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     return trainer
 
 
-def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+def _read_json(checkpoint: Path, name: str) -> Fields:
     """Returns the JSON object in one of a checkpoint's files, which has a format number.
 
     Raises CheckpointError if it is missing or damaged, and NewerFormatError if this version does
@@ -151,7 +151,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     read_trainer(checkpoint)
 
 
-def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
+def write_manifest(folder: Path, written: dict[str, Fields]) -> None:
     """Writes manifest.json, with an entry for each file in `folder`.
 
     `written` has the entries of files whose digest is known; these files are not read again.

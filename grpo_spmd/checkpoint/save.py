@@ -18,7 +18,6 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +51,7 @@ from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
+from grpo_spmd.records import Fields
 from grpo_spmd.rollout.buffer import delete_until
 
 _log = logging.getLogger("grpo_spmd")
@@ -67,7 +67,7 @@ class _StagedSave:
     first_rows: dict[str, int]
     """For each tensor of which this rank writes rows: the index of its first row in the whole
     tensor."""
-    trainer: dict[str, Any]
+    trainer: Fields
     """The content of trainer.json."""
     start: float
     """The time.perf_counter() at which the copy began."""
@@ -131,7 +131,7 @@ class Checkpoints:
         is_writing = self._writer is not None and self._writer.is_alive()
         return self._max_save_s * (2 if is_writing else 1)
 
-    def stage_if_due(self, step: int, position: int, log_state: dict[str, Any]) -> None:
+    def stage_if_due(self, step: int, position: int, log_state: Fields) -> None:
         """Collective. Stages the state after `step` finished steps, if a save is due after them.
 
         `position` is the next index in the prompt stream. `log_state` is LogprobCheck.state, which
@@ -140,7 +140,7 @@ class Checkpoints:
         if self._is_due(step, self.config.every_steps):
             self.stage(step, position, log_state)
 
-    def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
+    def stage(self, step: int, position: int, log_state: Fields) -> None:
         """Collective. Waits until the previous save is written, then stages the state after `step`
         finished steps. The arguments are those of `stage_if_due`."""
         self._wait_for_writer()
@@ -172,7 +172,7 @@ class Checkpoints:
             torch.cuda.synchronize()
         self._num_saves += 1
         self._saved_step = step
-        trainer: dict[str, Any] = {
+        trainer: Fields = {
             "format": FORMAT,
             "step": step,
             "position": position,
@@ -205,9 +205,7 @@ class Checkpoints:
         if failure is not None:
             raise RuntimeError(f"the run's last state could not be saved: {failure}")
 
-    def save_preempted(
-        self, step: int, position: int, log_state: dict[str, Any], reason: str
-    ) -> None:
+    def save_preempted(self, step: int, position: int, log_state: Fields, reason: str) -> None:
         """Collective. Saves the state after `step` finished steps and marks the run as preempted.
 
         A state that is on disk already, or from which this launch started, is not saved again.
@@ -263,7 +261,7 @@ class Checkpoints:
         """
         key = f"checkpoint/{self._num_saves}"
         rank = self.session.rank
-        result: dict[str, Any] = {"file": None}
+        result: Fields = {"file": None}
         try:
             if staged.first_rows:
                 name = f"state/shard_{rank + 1:05d}.safetensors"
@@ -282,7 +280,7 @@ class Checkpoints:
                 shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)
                 self._failure = _log_failure(staged.folder, error)
 
-    def _wait_for_results(self, key: str) -> list[dict[str, Any]]:
+    def _wait_for_results(self, key: str) -> list[Fields]:
         """Returns every rank's result, in the order of ranks, and deletes their keys. On rank 0."""
         keys = [f"{key}/{rank}" for rank in range(self.session.world_size)]
         self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
@@ -291,7 +289,7 @@ class Checkpoints:
             self._store.delete_key(rank_key)
         return results
 
-    def _complete(self, staged: _StagedSave, results: list[dict[str, Any]]) -> None:
+    def _complete(self, staged: _StagedSave, results: list[Fields]) -> None:
         """Completes a checkpoint whose shards are written. Runs in rank 0's writer thread.
 
         Writes the other files, and the manifest last, then renames the folder, and removes old

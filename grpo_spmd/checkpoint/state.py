@@ -49,7 +49,7 @@ from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.schedule import changed_schedule
 from grpo_spmd.model.sharding import as_shard
 from grpo_spmd.observe.metrics_file import ends_with_evaluation
-from grpo_spmd.records import Prompt
+from grpo_spmd.records import Fields, Prompt
 
 _log = logging.getLogger("grpo_spmd")
 # The names that safetensors gives to the dtypes of what trains and its moments.
@@ -63,7 +63,7 @@ class TrainedSignal(Protocol):
     def optimizer(self) -> torch.optim.Optimizer: ...
     def trained_parameters(self) -> dict[str, DTensor]: ...
     def state(self) -> dict[str, int]: ...
-    def restore(self, state: dict[str, Any]) -> None: ...
+    def restore(self, state: Fields) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RunFacts:
     """The fingerprint of model.path's files. On other ranks than 0 both fingerprints are ""."""
     data_fingerprint: str
     """The fingerprint of the prompts' tokens, in their order."""
-    config: dict[str, Any]
+    config: Fields
     """The whole config as {"section.key": value}, without secrets."""
     model_path: str
     dtype: str
@@ -85,7 +85,7 @@ class RunFacts:
 
 
 def run_facts(
-    config: dict[str, Any],
+    config: Fields,
     prompts: Sequence[Prompt],
     session: Session,
     held_out: Mapping[str, Sequence[Prompt]],
@@ -117,7 +117,7 @@ def run_facts(
     )
 
 
-def _content_digests(config: dict[str, Any], model_folder: Path) -> dict[str, str]:
+def _content_digests(config: Fields, model_folder: Path) -> dict[str, str]:
     """Returns the digests of models and files that `config` names, by descriptions for the log.
 
     The models are teachers, the critic and reward models. The files are those of the tokenizer,
@@ -191,9 +191,7 @@ def trained_parameters(policy: Policy) -> dict[str, DTensor]:
     return parameters
 
 
-def write_shard(
-    path: Path, tensors: dict[str, Tensor], first_rows: dict[str, int]
-) -> dict[str, Any]:
+def write_shard(path: Path, tensors: dict[str, Tensor], first_rows: dict[str, int]) -> Fields:
     """Writes `tensors`, this rank's rows, as a safetensors file and syncs it to the disk.
 
     Returns the file's {"bytes", "sha256"}. `first_rows` has for each name the index, in the whole
@@ -205,9 +203,7 @@ def write_shard(
         name: {"saved_offsets": [first_rows[name], *[0] * (tensor.ndim - 1)]}
         for name, tensor in tensors.items()
     }
-    header: dict[str, Any] = {
-        "__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}
-    }
+    header: Fields = {"__metadata__": {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}}
     end = 0
     for name, tensor in tensors.items():
         start = end
@@ -260,7 +256,7 @@ def find_start(
     if folder is None:
         return Start(goes_on=candidates.goes_on)
 
-    def check(_: list[Any]) -> tuple[dict[str, Any], bool]:
+    def check(_: list[Any]) -> tuple[Fields, bool]:
         """Returns (trainer.json, whether the run is over); runs on rank 0."""
         trainer = read_trainer(folder)
         _check_facts(folder, trainer, facts)
@@ -286,7 +282,7 @@ def find_start(
     )
 
 
-def _check_facts(folder: Path, trainer: dict[str, Any], facts: RunFacts) -> None:
+def _check_facts(folder: Path, trainer: Fields, facts: RunFacts) -> None:
     """Raises ConfigError if another run wrote the checkpoint, and logs what has changed since then.
 
     Only rank 0 calls this.
@@ -377,7 +373,7 @@ def load_state(
     policy: Policy,
     updater: PolicyUpdater,
     folder: Path,
-    trainer: dict[str, Any],
+    trainer: Fields,
     critic: TrainedSignal | None = None,
 ) -> None:
     """Fills this rank's shards of policy, optimizer and critic from a verified checkpoint.
@@ -391,7 +387,7 @@ def load_state(
     reader = dcp.HuggingFaceStorageReader(str(folder / "state"))
     metadata = reader.read_metadata().state_dict_metadata
     stored = {name: list(getattr(tensor, "size", [])) for name, tensor in metadata.items()}
-    models: list[tuple[str, dict[str, DTensor], PolicyUpdater | TrainedSignal, dict[str, Any]]] = [
+    models: list[tuple[str, dict[str, DTensor], PolicyUpdater | TrainedSignal, Fields]] = [
         ("", trained_parameters(policy), updater, trainer)
     ]
     # Only the tensors with these prefixes must match the models: the checkpoint may have a critic

@@ -10,7 +10,7 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,8 +23,9 @@ from grpo_spmd.data.cache import digest_of, versions_of
 from grpo_spmd.data.rows import PromptRow, overview_of
 from grpo_spmd.data.tokens import no_template, panics_named, refused_by_template, too_long
 from grpo_spmd.files import open_regular, read_json, read_stop_tokens
+from grpo_spmd.records import Fields
 
-Messages = list[dict[str, Any]]
+Messages = list[Fields]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
 _NUM_VIEWED = 20  # so many of the longest rows, and of the shortest, are tokenized by view_prompts
@@ -83,9 +84,7 @@ class PromptView:
     at it."""
 
 
-def view_prompts(
-    rows: Sequence[PromptRow], folder: Path | None, variables: Mapping[str, Any]
-) -> PromptView:
+def view_prompts(rows: Sequence[PromptRow], folder: Path | None, variables: Fields) -> PromptView:
     """Returns what the model in `folder` sees of the prompts, which `check_prompts_early` has
     passed.
 
@@ -304,7 +303,7 @@ class TemplateRefusal(Exception):
     """Raised when a chat template refuses the messages by calling raise_exception."""
 
 
-def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
+def tokenizer_settings(folder: Path) -> Fields | None:
     """Returns tokenizer_config.json; {} if there is none, None if it cannot be read."""
     try:
         return read_json(folder / "tokenizer_config.json", follow=True)
@@ -314,7 +313,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
+def template_of(folder: Path, settings: Fields) -> str | None:
     """Returns the tokenizer's chat template, the one named "default" of several, or None."""
     file = folder / "chat_template.jinja"
     if file.is_file():
@@ -331,8 +330,8 @@ def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
 
 def renderer(
     template: str,
-    settings: dict[str, Any],
-    variables: Mapping[str, Any] | None = None,
+    settings: Fields,
+    variables: Fields | None = None,
     *,
     opens_turn: bool = True,
 ) -> Render | None:
@@ -381,7 +380,7 @@ def renderer(
     return render
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: Fields) -> dict[str, str]:
     """Returns the special tokens by their names in a template, such as bos_token."""
     tokens: dict[str, str] = {}
     for name, value in settings.items():
