@@ -402,16 +402,10 @@ def load_state(
         models.append(("critic_", critic.trained_parameters(), critic, trainer["critic"]))
         prefixes = ("policy.", "critic.")
     for prefix, parameters, model, counts in models:
-        # Before the first update no parameter has moments; after it all have them.
-        with_moments = [name for name in parameters if f"{prefix}exp_avg.{name}" in stored]
-        for name in parameters.keys() - with_moments if with_moments else ():
-            raise ConfigError(
-                f"checkpoint.resume: {folder} is damaged: it lacks {prefix}exp_avg.{name}, and has "
-                "those of other tensors; name an earlier checkpoint, or start a new run_dir"
-            )
-        for name, parameter in parameters.items():
-            # `dcp.load` only fills tensors that exist, so the moments are made first.
-            if f"{prefix}exp_avg.{name}" in stored:
+        # Before the first update no parameter has moments; after it all have them. `dcp.load` only
+        # fills tensors that exist, so the moments are made first.
+        if any(f"{prefix}exp_avg.{name}" in stored for name in parameters):
+            for parameter in parameters.values():
                 model.optimizer.state[parameter] = initial_state(
                     model.optimizer, parameter, counts["num_updates"]
                 )

@@ -26,9 +26,8 @@ from grpo_spmd.checks.data import (
     check_columns,
     check_prompts_early,
     load_tokenizer_file,
+    read_tokenizer_files,
     renderer,
-    template_of,
-    tokenizer_settings,
 )
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
@@ -471,18 +470,18 @@ def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[Prompt
     `problem` is the beginning of the error: it names the chats that need the template.
     """
     key = f"{files.where}.template"
-    settings = tokenizer_settings(files.folder)
-    if settings is None:
+    tokenizer_files = read_tokenizer_files(files.folder)
+    if not tokenizer_files.is_readable:
         file = files.folder / "tokenizer_config.json"
         raise ConfigError(f"{files.where}.model: cannot read {file} as JSON")
-    template = files.template or template_of(files.folder, settings)
+    template = files.template or tokenizer_files.template
     if template is None:
         problem += " are chat messages, and the model has no chat template"
         if (files.folder / "chat_template.json").is_file():
             problem += " (its chat_template.json is a processor's, which no tokenizer reads)"
         raise ConfigError(f"{key}: {problem}; give a file with one")
     with errors_about(key):
-        render = renderer(template, settings, opens_turn=False)
+        render = renderer(template, tokenizer_files.settings, opens_turn=False)
     # Only transformers can compile this template.
     if render is None:
         return
@@ -525,9 +524,7 @@ def check_engine_judges(
             check_columns(rows, judge.needs, f"{key_prefix}.judge: {reward.judge}", "the data")
         if folder is None:
             continue
-        settings = tokenizer_settings(folder)
-        has_template = settings is None or template_of(folder, settings) is not None
-        if not has_template and not any(folder.glob("*chat_template*")):
+        if read_tokenizer_files(folder).has_template is False:
             raise ConfigError(
                 f"{key_prefix}: a judge is asked in a chat, and the tokenizer of model.path "
                 "has no chat template; give the model's folder one (chat_template.jinja), or "

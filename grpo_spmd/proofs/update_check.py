@@ -51,7 +51,7 @@ from grpo_spmd.proofs.gradient_check import (
 )
 from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
 from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
-from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.records import Decision, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
 # The number of optimizer steps that are followed after an early check (first and third step) and
@@ -264,33 +264,28 @@ class UpdateCheck(UpdateObserver):
         """Collective. Checks the old and reference logprobs that the first, second and last
         micro-batch hold for the loss, by scoring them again."""
         result = CheckResult()
+        old_by_engine = self._settings.loss.old_logprobs == "engine"
+        needs_old = old_by_engine or len(batch.mini_batches) > 1
         for row in rows_to_check(batch.micro_batches):
-            self._check_row(result, row, has_several_updates=len(batch.mini_batches) > 1)
+            lacks_old = needs_old and row.old_logprobs is None
+            if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
+                result.errors.append(
+                    "the loss is not given the old or reference logprobs that it needs"
+                )
+            for name, attached, score in (
+                ("old", row.old_logprobs, None if old_by_engine else self._policy),
+                ("reference", row.ref_logprobs, self._reference),
+            ):
+                if attached is not None and score is not None:
+                    result.check_difference(
+                        f"the {name} logprob that the loss is given, in nats on average,",
+                        "attached",
+                        float((score(row)[0] - attached).abs().nan_to_num().mean()),
+                        self._gradients.repeated_score_bound,
+                    )
         # No backward pass follows that would free the gathered parameters.
         reshard(self._policy)
         return result
-
-    def _check_row(self, result: CheckResult, row: MicroBatch, has_several_updates: bool) -> None:
-        """Collective. Scores a row again, and compares the result with the old and reference
-        logprobs that it holds. `has_several_updates`: the step has several mini-batches."""
-        old_by_engine = self._settings.loss.old_logprobs == "engine"
-        needs_old = old_by_engine or has_several_updates
-        lacks_old = needs_old and row.old_logprobs is None
-        if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
-            result.errors.append(
-                "the loss is not given the old or reference logprobs that it needs"
-            )
-        for name, attached, score in (
-            ("old", row.old_logprobs, None if old_by_engine else self._policy),
-            ("reference", row.ref_logprobs, self._reference),
-        ):
-            if attached is not None and score is not None:
-                result.check_difference(
-                    f"the {name} logprob that the loss is given, in nats on average,",
-                    "attached",
-                    float((score(row)[0] - attached).abs().nan_to_num().mean()),
-                    self._gradients.repeated_score_bound,
-                )
 
 
 # AdamW written out.
