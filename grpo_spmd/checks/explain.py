@@ -271,7 +271,7 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
         f"{route_bytes_per_token(model.config)} bytes a token (layers x experts) + 1, of a step's "
         "rollouts",
     )
-    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
+    buffers = sync_buffers(config, model, num_ranks)
     terms = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
     sizes["buffers of the weight sync"] = (
         sum(buffers.values()),

@@ -248,22 +248,14 @@ def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
     ranks = replica_ranks(config, num_ranks)
     shard, lora = shard_numel(model.shapes, ranks), config.model.lora
     frozen_bytes = ITEMSIZE[config.model.dtype] * shard
-    if lora.rank:
-        # The reference is the base with its adapters switched off: it costs nothing.
-        adapters = adapter_shapes(model.shapes, lora)
-        return State(
-            shard=shard,
-            trained=shard_numel(adapters, ranks),
-            moments=moment_bytes(adapters, ranks, config.optimizer),
-            base=frozen_bytes,
-            reference=0,
-        )
+    trained_shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
     return State(
         shard=shard,
-        trained=shard,
-        moments=moment_bytes(model.shapes, ranks, config.optimizer),
-        base=0,
-        reference=frozen_bytes if config.loss.kl_coef else 0,
+        trained=shard_numel(trained_shapes, ranks),
+        moments=moment_bytes(trained_shapes, ranks, config.optimizer),
+        # With adapters the reference is the base with these switched off: it costs nothing.
+        base=frozen_bytes if lora.rank else 0,
+        reference=frozen_bytes if config.loss.kl_coef and not lora.rank else 0,
     )
 
 
@@ -280,10 +272,9 @@ def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) 
     return num_ranks * numel * itemsize, -(-numel // bucket)
 
 
-def sync_buffers(
-    config: Config, model: ModelFacts, num_ranks: int, bucket_bytes: int
-) -> dict[str, int]:
-    """Returns the bytes that a weight sync needs in addition to policy and engine, by purpose."""
+def sync_buffers(config: Config, model: ModelFacts, num_ranks: int) -> dict[str, int]:
+    """Returns the bytes that a weight sync on GPUs needs in addition to policy and engine, by
+    purpose."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
     merges = lora.rank > 0 and lora.sync == "merged"
@@ -309,11 +300,12 @@ def sync_buffers(
             max(merged, whole + min(merged, 4 * whole // itemsize)) for whole, merged in sizes
         )
         return buffers
-    numel = shard_numel(shapes, ranks)
-    bucket = min(max(1, bucket_bytes // (ranks * itemsize)), numel)
-    num_buckets = -(-numel // bucket)
+    bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
+    num_bytes, num_buckets = sync_size(shapes, ranks, itemsize, bucket_bytes)
+    # A bucket holds whole elements of all ranks.
+    bucket = max(1, bucket_bytes // (ranks * itemsize)) * ranks * itemsize
     # One bucket is gathered while the tensors of the bucket before it are copied to the engine.
-    buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
+    buffers["buckets"] = min(2, num_buckets) * min(bucket, num_bytes)
     # If there are several buckets, a tensor of one bucket may be put together while a shard is
     # merged for the next bucket: then both buffers exist at the same time.
     largest = [max(size) for size in zip(*sizes, strict=True)]

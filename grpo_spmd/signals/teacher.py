@@ -98,8 +98,8 @@ class TeacherRequest:
     """None: the policy's own prompt."""
 
 
-# A function of a Prompt, and with teacher.prompt_template also of the columns that rewards wrote.
-RequestFor = Callable[..., TeacherRequest]
+# A function of a Prompt and of the columns that rewards wrote about one of its completions.
+RequestFor = Callable[[Prompt, Fields], TeacherRequest]
 # Requests by rollout id. None: a single teacher scores all rollouts with the policy's own prompts.
 Requests = Mapping[int, TeacherRequest] | None
 
@@ -195,7 +195,7 @@ class Teacher:
         return {
             slot * group_size + sample: request
             for slot, position in enumerate(positions)
-            for request in [self._request_for(self._prompt_at(position))]
+            for request in [self._request_for(self._prompt_at(position), {})]
             for sample in range(group_size)
         }
 
@@ -206,15 +206,13 @@ class Teacher:
         trains on, made from its prompt and from what rewards wrote about it."""
         if self._request_for is None:
             return
-        has_template = self.config.prompt_template is not None
         # The number of completions in the groups before; `notes` counts completions over groups.
         num_earlier = 0
         for group in sampled.groups:
             for number, rollout_id in enumerate(decision.rollout_ids(group), num_earlier):
                 extra = sampled.scored.notes.get(number, {}).get("extra", {})
                 written = {name: value for log in extra.values() for name, value in log.items()}
-                arguments = (written,) if has_template else ()
-                yield rollout_id, self._request_for(group.prompt, *arguments)
+                yield rollout_id, self._request_for(group.prompt, written)
             num_earlier += len(group.completions)
 
     def count_prompts(self, decision: Decision, requests: Requests) -> Decision:
@@ -397,11 +395,11 @@ def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
     # The teacher's prompts, by row of the data file; with `teacher_data` no row is dropped.
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
-    def request_for(prompt: Prompt, written: Fields | None = None) -> TeacherRequest:
+    def request_for(prompt: Prompt, written: Fields) -> TeacherRequest:
         """Returns the prompt's request. `written` has the columns that rewards wrote."""
         name = "" if has_one else str(prompt.columns["teacher"])
         token_ids = None if prompts is None else prompts[prompt.row].token_ids
-        filled = None if template is None else fill_prompt(template, prompt, written or {})
+        filled = None if template is None else fill_prompt(template, prompt, written)
         if filled is not None:
             row = PromptRow(filled, {}, "teacher.prompt_template")
             token_ids = tokenize_batch([row], tokenizer)[0].tolist()

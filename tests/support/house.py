@@ -45,7 +45,7 @@ ORDER: tuple[str | tuple[str, ...], ...] = (
 # so that no way of
 # formatting changes the count), with some room for what comes. A new room brings its own number.
 ROOM_TOKENS = {
-    "config": 13_260,
+    "config": 13_180,
     "files": 1_800,
     "records": 1_880,
     "distributed": 15_400,
@@ -53,15 +53,15 @@ ROOM_TOKENS = {
     "rewards": 29_520,
     "model": 29_000,
     "learn": 19_750,
-    "proofs": 19_150,
+    "proofs": 19_510,
     "observe": 21_250,
     "engine": 22_250,
     "episodes": 25_000,
     "rollout": 10_000,
-    "checkpoint": 10_150,
+    "checkpoint": 9_970,
     "diagnosis": 11_250,
-    "checks": 18_800,
-    "signals": 14_900,
+    "checks": 18_420,
+    "signals": 14_000,
     "parts": 4_150,
     "loop": 800,
     "train": 600,
@@ -70,7 +70,7 @@ ROOM_TOKENS = {
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 234
+MOST_FILES = 229
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25
