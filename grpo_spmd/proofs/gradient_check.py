@@ -529,18 +529,15 @@ class GradientCheck:
         rollouts and the plain routers' logits [S * L, E] by layer."""
         policy = self._policy
         contexts = rollout_contexts(rollouts)
-        layers = range(policy.model.config.num_hidden_layers)
-        counts = [[0] * policy.num_experts for _ in layers]
+        counts = np.zeros((policy.model.config.num_hidden_layers, policy.num_experts))
         for context in contexts:
             assert context.routes is not None
-            for layer in layers:
-                for expert in context.routes[:, layer].flatten().tolist():
-                    counts[layer][expert] += 1
+            for layer, counts_of_layer in enumerate(counts):
+                np.add.at(counts_of_layer, context.routes[:, layer], 1)
         # The engine has read all tokens of a sequence but its last.
         lengths = [len(context.token_ids) - 1 for context in contexts]
-        flat = [*chain.from_iterable(counts), sum(lengths)]
-        *sums, num_tokens = np.array(sum_over_ranks(flat), np.float64)
-        fractions = np.reshape(sums, (len(layers), -1)) / max(num_tokens, 1.0)
+        *sums, num_tokens = sum_over_ranks([*counts.flatten().tolist(), sum(lengths)])
+        fractions = np.reshape(sums, counts.shape) / max(num_tokens, 1.0)
         value = torch.zeros((), dtype=torch.float64)
         for layer, logits in router_logits.items():
             rows = logits.double().softmax(-1).unflatten(0, (len(lengths), -1))

@@ -345,7 +345,7 @@ def faults(trials: PolicyTrials) -> int:
     sees("the gradient of", patch.object(PolicyValues, "term", detached))
     sees("the value of a token", patch.object(PolicyValues, "term", shifted))
     sees("a gradient was left from the last update: that of head.weight", spoil=kept)
-    sees("the term 'loss' of the loss", patch.object(Critic, "loss_term", dropped))
+    sees("the term 'value' of the loss", patch.object(Critic, "loss_term", dropped))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", unscaled))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", over_row))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", of_masked))
