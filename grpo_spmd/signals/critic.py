@@ -134,8 +134,7 @@ class Critic(Learner):
     def check(self, settings: UpdateCheckSettings) -> CriticCheck:
         """Returns the running check of this critic, and makes it observe the critic's updates from
         now on."""
-        has_own_layers = self.value_head is None
-        updates = CriticUpdateCheck(self, self._config, settings, has_layers=has_own_layers)
+        updates = CriticUpdateCheck(self, self._config, settings)
         self._observer = updates
         return CriticCheck(self.model, self._config, settings, updates)
 
@@ -457,7 +456,7 @@ class CriticCheck:
         model: ValueModel | PolicyValues,
         config: CriticConfig,
         settings: UpdateCheckSettings,
-        updates: CriticUpdateCheck | None = None,
+        updates: CriticUpdateCheck,
     ) -> None:
         """`updates` checks the critic's gradient in this step, and its optimizer steps in this step
         and the next ones."""
@@ -506,8 +505,7 @@ class CriticCheck:
                 row.advantages.cpu().numpy(),
                 np.where(mask, (plain - mean) / deviation, 0.0),
             )
-        if self._updates is not None:
-            self._updates.run(result, sampled.groups, batch)
+        self._updates.run(result, sampled.groups, batch)
         return result
 
     @torch.no_grad()

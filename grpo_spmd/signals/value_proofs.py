@@ -241,13 +241,8 @@ class CriticUpdateCheck(AdamwCheck):
     """Checks a critic's training: `run` compares its loss and gradient with plain ones, and as an
     UpdateObserver it then recomputes the critic's next optimizer steps."""
 
-    def __init__(
-        self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings, has_layers: bool
-    ) -> None:
-        """`has_layers` is True for a critic that is a model of its own. The loss and gradient of a
-        value head on the policy are checked in the policy's gradient check."""
+    def __init__(self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings) -> None:
         self._critic = critic
-        self._has_layers = has_layers
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
         policy = settings.optimizer
@@ -264,8 +259,9 @@ class CriticUpdateCheck(AdamwCheck):
         next _WINDOW optimizer steps be recomputed."""
         if self._expects_step:
             result.errors.append("the critic has made no update since the last check")
-        if self._has_layers:
-            self._check_gradient(result, groups, batch.micro_batches)
+        # The loss and gradient of a value head on the policy are checked with the policy's.
+        if isinstance(self._critic.model, ValueModel):
+            self._check_gradient(result, groups, batch.micro_batches, self._critic.model)
         claim = "the critic's update is not what a plain recomputation of it gives"
         result.errors.extend(self.open(_WINDOW, claim).errors)
         self._expects_step = any(batch.num_loss_tokens)
@@ -281,6 +277,7 @@ class CriticUpdateCheck(AdamwCheck):
         result: CheckResult,
         groups: Sequence[RolloutGroup],
         step_rows: Sequence[MicroBatch],
+        model: ValueModel,
     ) -> None:
         """Collective. Compares the trainer's loss and gradient on synthetic rows with those of
         plain forward and backward passes. Leaves no gradient behind. The synthetic rows share
@@ -288,8 +285,6 @@ class CriticUpdateCheck(AdamwCheck):
         device = step_rows[0].input_ids.device
         is_shared = any(row.tree is not None for row in step_rows)
         critic = self._critic
-        model = critic.model
-        assert isinstance(model, ValueModel)
         check_no_gradient(result, model.named_parameters())
         rollouts = short_rollouts(groups, has_siblings=is_shared)
         rows = [

@@ -115,8 +115,7 @@ class Trials:
         )
         batch_values = BatchCheck(settings)
         # As `critic.check`, with the settings that are asked for in place of the critic's own.
-        has_layers = critic.value_head is None
-        updates = CriticUpdateCheck(critic, config.critic, settings, has_layers=has_layers)
+        updates = CriticUpdateCheck(critic, config.critic, settings)
         critic._observer = updates
         result = CriticCheck(critic.model, config.critic, settings, updates)(
             sampled, batch, decision, batch_values.rewards_of(sampled, decision)
