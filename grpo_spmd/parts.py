@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import yaml
 
-from grpo_spmd.checkpoint.restore import find_start, load_state
+from grpo_spmd.checkpoint.manifest import model_fingerprint
 from grpo_spmd.checkpoint.run_dir import Start, begin_in
 from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.checkpoint.state import model_fingerprint, run_facts
+from grpo_spmd.checkpoint.state import find_start, load_state, run_facts
 from grpo_spmd.checks.fit import decide_for_device, keep_recorded, values_text
 from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import engine_tokens, most_sequences
@@ -73,9 +73,9 @@ from grpo_spmd.observe.log import MetricsLog, Progress
 from grpo_spmd.observe.memory import MemoryLedger, PhaseTimer, remedies
 from grpo_spmd.observe.metrics_file import cut_metrics
 from grpo_spmd.observe.rollout_writer import RolloutDump, RolloutWriter, save_tokenizer
-from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
 from grpo_spmd.proofs.logprob_check import LogprobCheck
-from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.proofs.schedule import weakened_proofs
+from grpo_spmd.proofs.synthetic import UpdateCheckSettings
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch
 from grpo_spmd.rewards.pool.pool import RewardPool

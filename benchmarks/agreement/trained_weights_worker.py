@@ -15,7 +15,8 @@ from grpo_spmd import train
 
 def main() -> None:
     train.prepare_torch()
-    from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck
+    from grpo_spmd.proofs.gradient_check import WHOLE, GradientCheck
+    from grpo_spmd.proofs.synthetic import CheckResult
 
     measure_noise = GradientCheck._measure_noise
     judge = GradientCheck._judge_gradients

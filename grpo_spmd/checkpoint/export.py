@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from grpo_spmd.checkpoint.manifest import CheckpointError, read_trainer
+from grpo_spmd.checkpoint.manifest import CheckpointError, model_fingerprint, read_trainer
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.files import (
     UntrustedError,
@@ -34,6 +34,7 @@ from grpo_spmd.files import (
     sync_to_disk,
 )
 from grpo_spmd.model.config_json import has_text_part, is_constant
+from grpo_spmd.records import Fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -114,7 +115,7 @@ class _StoredRows:
 
 
 def _saved_tensors(
-    tensors: Mapping[str, StoredTensor], folder: Path, trainer: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor], folder: Path, trainer: Fields
 ) -> dict[str, StoredTensor | _StoredRows | _Merged]:
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
@@ -158,13 +159,12 @@ def _other_parts(model: Any, files: Mapping[str, Path], layout: SavedLayout) -> 
     }
 
 
-def _base_files(path: str, trainer: Mapping[str, Any], remedy: str) -> dict[str, Path]:
+def _base_files(path: str, trainer: Fields, remedy: str) -> dict[str, Path]:
     """Returns the file of each tensor of the model that a run began with.
 
     Raises ConfigError, with `remedy`, if it is not at `path`, or if another model is."""
     from huggingface_hub.errors import HfHubHTTPError
 
-    from grpo_spmd.checkpoint.state import model_fingerprint
     from grpo_spmd.model.config_json import checkpoint_folder, tensor_files
 
     try:
@@ -203,7 +203,7 @@ def _read_rows(path: Path, name: str) -> Iterator[tuple[int, Tensor]]:
 
 
 def stored_tensors(
-    checkpoint: Path, trainer: dict[str, Any], prefix: str = "policy."
+    checkpoint: Path, trainer: Fields, prefix: str = "policy."
 ) -> dict[str, StoredTensor]:
     """Returns the tensors whose names begin with `prefix`, by the rest of their names.
 

@@ -18,10 +18,10 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from grpo_spmd import files
 from grpo_spmd.files import MANIFEST, ManifestFile, UntrustedError, check_fields, regular_files
+from grpo_spmd.records import Fields
 
 # The fields of trainer.json that a run needs to continue from the checkpoint.
 TO_GO_ON = ("step", "position", "num_updates", "skipped_in_a_row", "config", "world_size",
@@ -68,7 +68,7 @@ def read_manifest(checkpoint: Path) -> dict[str, ManifestFile]:
     return files
 
 
-def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[str, Any]:
+def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> Fields:
     """Returns trainer.json with all fields checked; it must have the fields in `needed`.
 
     Raises CheckpointError if one is missing, if a field is damaged, or if the folder's name has
@@ -99,7 +99,7 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> dict[st
     return trainer
 
 
-def _read_json(checkpoint: Path, name: str) -> dict[str, Any]:
+def _read_json(checkpoint: Path, name: str) -> Fields:
     """Returns the JSON object in one of a checkpoint's files, which has a format number.
 
     Raises CheckpointError if it is missing or damaged, and NewerFormatError if this version does
@@ -151,7 +151,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
     read_trainer(checkpoint)
 
 
-def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
+def write_manifest(folder: Path, written: dict[str, Fields]) -> None:
     """Writes manifest.json, with an entry for each file in `folder`.
 
     `written` has the entries of files whose digest is known; these files are not read again.
@@ -163,6 +163,24 @@ def write_manifest(folder: Path, written: dict[str, dict[str, Any]]) -> None:
             files[name] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     manifest = json.dumps({"format": FORMAT, "files": files}, indent=1, sort_keys=True)
     (folder / "manifest.json").write_text(manifest, encoding="utf-8")
+
+
+def model_fingerprint(folder: Path) -> str:
+    """Returns a SHA-256 over the names, sizes, beginnings and ends of a model's files.
+
+    So models can be distinguished without reading all of their bytes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(folder.iterdir()):
+        if path.suffix != ".safetensors" and path.name != "config.json":
+            continue
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 16)))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def _sha256(path: Path) -> str:

@@ -16,12 +16,13 @@ import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import DECIDED_KEYS
 from grpo_spmd.distributed.processes import read_stat
 from grpo_spmd.files import open_regular, sync_path, sync_to_disk
+from grpo_spmd.records import Fields
 
 _log = logging.getLogger("grpo_spmd")
 _LAUNCH = Path("logs", "launch")
@@ -48,7 +49,7 @@ class Start:
     """The number of finished steps."""
     folder: Path | None = None
     """The checkpoint to start from."""
-    trainer: dict[str, Any] = field(default_factory=dict)
+    trainer: Fields = field(default_factory=dict)
     """The checkpoint's trainer.json."""
     goes_on: bool = False
     """True if this launch continues the run that is in its folder, if there is one; False if it
@@ -134,7 +135,7 @@ def is_inside(checkpoint: str | Path, run_dir: str | Path) -> bool:
     return Path(checkpoint).resolve().parent.parent == Path(run_dir).resolve()
 
 
-def check_same_run(checkpoint: Path, trainer: dict[str, Any], config: dict[str, Any]) -> list[str]:
+def check_same_run(checkpoint: Path, trainer: Fields, config: Fields) -> list[str]:
     """Returns one text for each key of `config` that has changed since the checkpoint was written.
 
     `config` is the whole config as {"section.key": value}, and `trainer` the checkpoint's

@@ -18,14 +18,12 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from grpo_spmd.checkpoint.export import copy_companions, export_checkpoint
 from grpo_spmd.checkpoint.manifest import FORMAT, write_manifest
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import (
     Start,
     checkpoint_path,
@@ -33,7 +31,13 @@ from grpo_spmd.checkpoint.run_dir import (
     remove_old,
     temporary_path,
 )
-from grpo_spmd.checkpoint.state import RunFacts, TrainedSignal, state_tensors, write_shard
+from grpo_spmd.checkpoint.state import (
+    RunFacts,
+    TrainedSignal,
+    load_state,
+    state_tensors,
+    write_shard,
+)
 from grpo_spmd.config.schema import CheckpointConfig
 from grpo_spmd.distributed.collectives import clone_store, on_rank0
 from grpo_spmd.distributed.preemption import remove_marker, write_marker
@@ -46,6 +50,7 @@ from grpo_spmd.model.offload import host_buffer
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica
 from grpo_spmd.observe.metrics_file import is_evaluation, read_metrics
+from grpo_spmd.records import Fields
 from grpo_spmd.rollout.buffer import delete_until
 
 _log = logging.getLogger("grpo_spmd")
@@ -61,7 +66,7 @@ class _StagedSave:
     first_rows: dict[str, int]
     """For each tensor of which this rank writes rows: the index of its first row in the whole
     tensor."""
-    trainer: dict[str, Any]
+    trainer: Fields
     """The content of trainer.json."""
     start: float
     """The time.perf_counter() at which the copy began."""
@@ -103,9 +108,6 @@ class Checkpoints:
         self._saved_step = -1
         # The seconds of the slowest save, from the begin of the copy to the rename of the folder.
         self._max_save_s = 0.0
-        self._metric_by_step: dict[int, float] = {}
-        # The bytes of metrics.jsonl that `_best_step` has read so far.
-        self._num_metrics_bytes = 0
 
     def load(self, start: Start) -> None:
         """Collective. Restores the training state if `start` has a checkpoint."""
@@ -125,7 +127,7 @@ class Checkpoints:
         is_writing = self._writer is not None and self._writer.is_alive()
         return self._max_save_s * (2 if is_writing else 1)
 
-    def stage_if_due(self, step: int, position: int, log_state: dict[str, Any]) -> None:
+    def stage_if_due(self, step: int, position: int, log_state: Fields) -> None:
         """Collective. Stages the state after `step` finished steps, if a save is due after them.
 
         `position` is the next index in the prompt stream. `log_state` is LogprobCheck.state, which
@@ -134,7 +136,7 @@ class Checkpoints:
         if self._is_due(step, self.config.every_steps):
             self.stage(step, position, log_state)
 
-    def stage(self, step: int, position: int, log_state: dict[str, Any]) -> None:
+    def stage(self, step: int, position: int, log_state: Fields) -> None:
         """Collective. Waits until the previous save is written, then stages the state after `step`
         finished steps. The arguments are those of `stage_if_due`."""
         self._wait_for_writer()
@@ -166,7 +168,7 @@ class Checkpoints:
             torch.cuda.synchronize()
         self._num_saves += 1
         self._saved_step = step
-        trainer: dict[str, Any] = {
+        trainer: Fields = {
             "format": FORMAT,
             "step": step,
             "position": position,
@@ -199,9 +201,7 @@ class Checkpoints:
         if failure is not None:
             raise RuntimeError(f"the run's last state could not be saved: {failure}")
 
-    def save_preempted(
-        self, step: int, position: int, log_state: dict[str, Any], reason: str
-    ) -> None:
+    def save_preempted(self, step: int, position: int, log_state: Fields, reason: str) -> None:
         """Collective. Saves the state after `step` finished steps and marks the run as preempted.
 
         A state that is on disk already, or from which this launch started, is not saved again.
@@ -257,7 +257,7 @@ class Checkpoints:
         """
         key = f"checkpoint/{self._num_saves}"
         rank = self.session.rank
-        result: dict[str, Any] = {"file": None}
+        result: Fields = {"file": None}
         try:
             if staged.first_rows:
                 name = f"state/shard_{rank + 1:05d}.safetensors"
@@ -276,7 +276,7 @@ class Checkpoints:
                 shutil.rmtree(temporary_path(staged.folder), ignore_errors=True)
                 self._failure = _log_failure(staged.folder, error)
 
-    def _wait_for_results(self, key: str) -> list[dict[str, Any]]:
+    def _wait_for_results(self, key: str) -> list[Fields]:
         """Returns every rank's result, in the order of ranks, and deletes their keys. On rank 0."""
         keys = [f"{key}/{rank}" for rank in range(self.session.world_size)]
         self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
@@ -285,7 +285,7 @@ class Checkpoints:
             self._store.delete_key(rank_key)
         return results
 
-    def _complete(self, staged: _StagedSave, results: list[dict[str, Any]]) -> None:
+    def _complete(self, staged: _StagedSave, results: list[Fields]) -> None:
         """Completes a checkpoint whose shards are written. Runs in rank 0's writer thread.
 
         Writes the other files, and the manifest last, then renames the folder, and removes old
@@ -334,24 +334,21 @@ class Checkpoints:
         path = self.run_dir / "metrics.jsonl"
         if name is None:
             return None
-        start = self._num_metrics_bytes
-        for line in read_metrics(path, start):
-            self._num_metrics_bytes = line.end
+        metric_by_step: dict[int, float] = {}
+        for line in read_metrics(path):
             value = line.values.get(name)
             if isinstance(value, int | float):
                 # A step's own metrics measure the policy before its update, which is that of the
                 # checkpoint one step earlier. An evaluation's metrics measure the policy after the
                 # step's update.
                 lag = 0 if is_evaluation(line.values) else 1
-                self._metric_by_step[line.values["step"] - lag] = value
-        if self._num_metrics_bytes > start and not self._metric_by_step:
+                metric_by_step[line.values["step"] - lag] = value
+        if not metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         steps = [
-            step
-            for step in sorted(self._metric_by_step)
-            if checkpoint_path(self.run_dir, step).exists()
+            step for step in sorted(metric_by_step) if checkpoint_path(self.run_dir, step).exists()
         ]
-        return max(steps, key=self._metric_by_step.__getitem__, default=None)
+        return max(steps, key=metric_by_step.__getitem__, default=None)
 
 
 def _log_failure(folder: Path, error: Exception) -> str:

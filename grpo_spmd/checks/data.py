@@ -10,7 +10,7 @@ import functools
 import heapq
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -23,8 +23,9 @@ from grpo_spmd.data.cache import digest_of, versions_of
 from grpo_spmd.data.rows import PromptRow, overview_of
 from grpo_spmd.data.tokens import no_template, panics_named, refused_by_template, too_long
 from grpo_spmd.files import open_regular, read_json, read_stop_tokens
+from grpo_spmd.records import Fields
 
-Messages = list[dict[str, Any]]
+Messages = list[Fields]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
 _NUM_VIEWED = 20  # so many of the longest rows, and of the shortest, are tokenized by view_prompts
@@ -41,28 +42,21 @@ def check_prompts_early(
     rows, only those with the most characters and every n-th of the others are checked.
     """
     render = None
-    settings = tokenizer_settings(folder)
+    files = read_tokenizer_files(folder)
     first_chat = overview_of(rows).first_chat
     if first_chat is not None:
-        template = None if settings is None else template_of(folder, settings)
-        if settings is None or template is None:
-            # A template that cannot be read here may still be one that transformers can read.
-            if settings is not None and not any(folder.glob("*chat_template*")):
-                raise ConfigError(no_template(rows[first_chat].where))
-            return
-        render = renderer(template, settings, variables=config.chat_template_kwargs)
+        if files.has_template is False:
+            raise ConfigError(no_template(rows[first_chat].where))
+        if files.template is not None:
+            render = renderer(files.template, files.settings, config.chat_template_kwargs)
         if render is None:
             return
-    # Only tokenizer.json can be read here. Other tokenizers are left to transformers.
-    file = folder / "tokenizer.json"
-    if rows and file.is_file():
-        tokenizer = load_tokenizer_file(file)
-        # transformers adds these tokens too.
-        tokenizer.add_special_tokens(list(_special_tokens(settings or {}).values()))
+    tokenizer = files.load_tokenizer() if rows else None
+    if tokenizer is not None:
         _check_sample(sample(rows), config, tokenizer, render, num_embeddings)
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptView:
     """The first prompt as the model sees it, and the lengths of prompts.
 
@@ -83,9 +77,7 @@ class PromptView:
     at it."""
 
 
-def view_prompts(
-    rows: Sequence[PromptRow], folder: Path | None, variables: Mapping[str, Any]
-) -> PromptView:
+def view_prompts(rows: Sequence[PromptRow], folder: Path | None, variables: Fields) -> PromptView:
     """Returns what the model in `folder` sees of the prompts, which `check_prompts_early` has
     passed.
 
@@ -93,13 +85,14 @@ def view_prompts(
     """
     prompt = rows[0].prompt
     plain_text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
-    settings = None if folder is None else tokenizer_settings(folder)
-    if folder is None or settings is None:
-        return PromptView(plain_text)
-    template = template_of(folder, settings)
-    render = None if template is None else renderer(template, settings, variables=variables)
-    has_template = template is not None or (any(folder.glob("*chat_template*")) and None)
-    for name in () if has_template is None else variables:
+    view = PromptView(plain_text)
+    if folder is None:
+        return view
+    files = read_tokenizer_files(folder)
+    template = files.template
+    view.has_template = files.has_template
+    render = None if template is None else renderer(template, files.settings, variables)
+    for name in () if view.has_template is None else variables:
         # Otherwise a misspelt name would have no effect, and nobody would notice.
         if not re.search(rf"\b{re.escape(name)}\b", template or ""):
             raise ConfigError(
@@ -113,17 +106,13 @@ def view_prompts(
         return plain_text if render is None else render(prompt)
 
     try:
-        text = text_of(prompt)
+        view.text = text_of(prompt)
     except Exception as error:  # a template may fail in any way
-        problem = f"{type(error).__name__}: {error}"
-        return PromptView(plain_text, has_template=has_template, problem=problem)
-    file = folder / "tokenizer.json"
-    if not file.is_file() or (render is None and not isinstance(prompt, str)):
-        return PromptView(text, has_template=has_template)
-    tokenizer = load_tokenizer_file(file)
-    special_tokens = _special_tokens(settings)
-    tokenizer.add_special_tokens(list(special_tokens.values()))
-    stop_ids = {tokenizer.token_to_id(special_tokens.get("eos_token", ""))}
+        view.problem = f"{type(error).__name__}: {error}"
+        return view
+    tokenizer = files.load_tokenizer()
+    if tokenizer is None or (render is None and not isinstance(prompt, str)):
+        return view
 
     def count(indices: Iterable[int]) -> list[int]:
         """Returns the number of tokens of each of these prompts."""
@@ -138,24 +127,18 @@ def view_prompts(
                 counts.append(len(encoding.ids))
         return counts
 
-    sizes = overview_of(rows).sizes
-    num_tokens = max(count([0]), default=0)
-    shortest = count(heapq.nsmallest(_NUM_VIEWED, range(len(rows)), sizes.__getitem__))
-    longest = count(heapq.nlargest(_NUM_VIEWED, range(len(rows)), sizes.__getitem__))
-    return PromptView(
-        text,
-        num_tokens,
-        shortest=min(shortest, default=num_tokens),
-        longest=max(longest, default=num_tokens),
-        has_template=has_template,
-        open_end=None
-        if template is None
-        else _open_end(
-            renderer(template, settings, variables=variables, opens_turn=False),
-            tokenizer,
-            stop_ids | (read_stop_tokens(folder) or set()),
-        ),
-    )
+    size_of = overview_of(rows).sizes.__getitem__
+    view.num_tokens = max(count([0]), default=0)
+    fewest = count(heapq.nsmallest(_NUM_VIEWED, range(len(rows)), size_of))
+    most = count(heapq.nlargest(_NUM_VIEWED, range(len(rows)), size_of))
+    view.shortest = min(fewest, default=view.num_tokens)
+    view.longest = max(most, default=view.num_tokens)
+    if template is not None:
+        eos_id = tokenizer.token_to_id(files.special_tokens.get("eos_token", ""))
+        stop_ids = {eos_id} | (read_stop_tokens(folder) or set())
+        turn = renderer(template, files.settings, variables, opens_turn=False)
+        view.open_end = _open_end(turn, tokenizer, stop_ids)
+    return view
 
 
 def _open_end(
@@ -304,35 +287,71 @@ class TemplateRefusal(Exception):
     """Raised when a chat template refuses the messages by calling raise_exception."""
 
 
-def tokenizer_settings(folder: Path) -> dict[str, Any] | None:
-    """Returns tokenizer_config.json; {} if there is none, None if it cannot be read."""
+@dataclass(frozen=True)
+class TokenizerFiles:
+    """What can be read here of the tokenizer in a model's folder."""
+
+    folder: Path
+    settings: Fields
+    """tokenizer_config.json; {} if there is none, or none that can be read."""
+    is_readable: bool
+    """False if tokenizer_config.json cannot be read."""
+    template: str | None
+    """The chat template, the one named "default" of several, or None."""
+
+    @property
+    def has_template(self) -> bool | None:
+        """Whether there is a chat template. None: there may be one that only transformers reads."""
+        if self.template is not None:
+            return True
+        may_be = not self.is_readable or any(self.folder.glob("*chat_template*"))
+        return None if may_be else False
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """The special tokens by their names in a template, such as bos_token."""
+        return _special_tokens(self.settings)
+
+    def load_tokenizer(self) -> Any | None:
+        """Returns the tokenizer, or None if it has no tokenizer.json: only that can be read here,
+        and other tokenizers are left to transformers. Raises ConfigError."""
+        file = self.folder / "tokenizer.json"
+        if not file.is_file():
+            return None
+        tokenizer = load_tokenizer_file(file)
+        # transformers adds these tokens too.
+        tokenizer.add_special_tokens(list(self.special_tokens.values()))
+        return tokenizer
+
+
+def read_tokenizer_files(folder: Path) -> TokenizerFiles:
+    """Returns what can be read of the tokenizer's files in a model's folder."""
+    settings: Fields = {}
+    is_readable = True
     try:
-        return read_json(folder / "tokenizer_config.json", follow=True)
+        settings = read_json(folder / "tokenizer_config.json", follow=True)
     except FileNotFoundError:
-        return {}
+        pass
     except (OSError, ValueError):
-        return None
-
-
-def template_of(folder: Path, settings: dict[str, Any]) -> str | None:
-    """Returns the tokenizer's chat template, the one named "default" of several, or None."""
+        is_readable = False
+    template: Any = settings.get("chat_template")
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    if file.is_file() and is_readable:
         # The file may be somebody else's: a fifo is refused, and the size is limited.
         with open_regular(file, follow=True) as opened:
-            return opened.read(1 << 20).decode("utf-8", errors="replace")
-    template: Any = settings.get("chat_template")
-    if isinstance(template, list):
+            template = opened.read(1 << 20).decode("utf-8", errors="replace")
+    elif isinstance(template, list):
         entries = [entry for entry in template if isinstance(entry, dict)]
         default = [entry.get("template") for entry in entries if entry.get("name") == "default"]
         template = next(iter(default[-1:]), None)
-    return template if isinstance(template, str) else None
+    template = template if isinstance(template, str) else None
+    return TokenizerFiles(folder, settings, is_readable, template)
 
 
 def renderer(
     template: str,
-    settings: dict[str, Any],
-    variables: Mapping[str, Any] | None = None,
+    settings: Fields,
+    variables: Fields | None = None,
     *,
     opens_turn: bool = True,
 ) -> Render | None:
@@ -381,7 +400,7 @@ def renderer(
     return render
 
 
-def _special_tokens(settings: dict[str, Any]) -> dict[str, str]:
+def _special_tokens(settings: Fields) -> dict[str, str]:
     """Returns the special tokens by their names in a template, such as bos_token."""
     tokens: dict[str, str] = {}
     for name, value in settings.items():

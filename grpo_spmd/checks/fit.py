@@ -26,6 +26,7 @@ from grpo_spmd.config.load import decided, decided_values
 from grpo_spmd.config.schema import DECIDED_KEYS, ENGINE_RANKS_KEY, MICRO_BATCH_KEY, Config
 from grpo_spmd.distributed.processes import end_with_parent, without_launch
 from grpo_spmd.observe.cards import find_device
+from grpo_spmd.records import Fields
 
 # A plan takes about 10 seconds of an idle core, with suggestions a minute.
 _PLAN_S = 300.0
@@ -34,7 +35,7 @@ _PLAN_S = 300.0
 class Decision(NamedTuple):
     """The values to use in the place of auto, and a line about them for the log."""
 
-    values: dict[str, Any]  # by key
+    values: Fields  # by key
     line: str
     is_certain: bool  # False: the planner cannot say, or its estimates say that it does not fit
 
@@ -91,7 +92,7 @@ def decide_for_device(config: Config, device_name: str, gib: float, num_ranks: i
     return Decision(plan["decided"], line, is_certain=plan["fits"])
 
 
-def values_text(values: Mapping[str, Any]) -> str:
+def values_text(values: Fields) -> str:
     """Returns the values of DECIDED_KEYS as one line of text."""
     pairs = (f"{key.partition('.')[2]}: {json.dumps(value)}" for key, value in values.items())
     return ", ".join(pairs).replace('"', "")
@@ -104,9 +105,7 @@ def card_name(device_name: str, gib: float) -> str:
     return card.name if card else f"{gib:.2f}GiB,100TFLOPS,1000GB/s"
 
 
-def run_planner(
-    config: Config, card: str, num_ranks: int, *, limit_s: float = _PLAN_S
-) -> dict[str, Any]:
+def run_planner(config: Config, card: str, num_ranks: int, *, limit_s: float = _PLAN_S) -> Fields:
     """Returns the plan as JSON. Raises OSError, ValueError or SubprocessError if there is none."""
     # The planner gets no GPU and no variables of this launch by torchrun: it plans for other ranks.
     environment = without_launch(os.environ) | {"CUDA_VISIBLE_DEVICES": ""}

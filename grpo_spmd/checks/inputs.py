@@ -23,8 +23,12 @@ from grpo_spmd.checks.machine import (
 )
 from grpo_spmd.checks.memory import check_idle_keys
 from grpo_spmd.checks.model_folder import check_model, num_embeddings
-from grpo_spmd.checks.reward_models import check_engine_judges, check_reward_models
-from grpo_spmd.checks.signals import check_critic_model, check_teachers
+from grpo_spmd.checks.signals import (
+    check_critic_model,
+    check_engine_judges,
+    check_reward_models,
+    check_teachers,
+)
 from grpo_spmd.config.errors import ConfigError, say
 from grpo_spmd.config.schema import Config
 from grpo_spmd.data.prompts import check_enough_to_launch

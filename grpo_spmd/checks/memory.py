@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from grpo_spmd.config.aliases import read_table
+from grpo_spmd.config.coerce import read_table
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE
@@ -39,14 +39,11 @@ from grpo_spmd.model.config_json import (
     Dimensions,
     ModelFacts,
     Shapes,
-    kv_bytes_per_sequence,
-    kv_bytes_per_token,
     route_bytes_per_token,
 )
 from grpo_spmd.rewards.servers import fields_in, read_rubric
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-_NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
 # What a judge's prompt has besides its rubric: instructions, marks around texts, chat template.
 _JUDGE_EXTRA_TOKENS = 512
 # The part before the first "/" of every metric's name.
@@ -55,14 +52,6 @@ _METRICS = (
     "loss", "memory", "optim", "process", "progress", "reward", "rollout", "rollout_correction",
     "teacher", "throughput", "time", "weight_sync",
 )  # fmt: skip
-
-
-class Row(NamedTuple):
-    """One line of `--explain`: a name, a value, and where the value comes from."""
-
-    name: str
-    value: str
-    explanation: str
 
 
 # Sizes and counts of a step
@@ -259,22 +248,14 @@ def state_of(config: Config, model: ModelFacts, num_ranks: int) -> State:
     ranks = replica_ranks(config, num_ranks)
     shard, lora = shard_numel(model.shapes, ranks), config.model.lora
     frozen_bytes = ITEMSIZE[config.model.dtype] * shard
-    if lora.rank:
-        # The reference is the base with its adapters switched off: it costs nothing.
-        adapters = adapter_shapes(model.shapes, lora)
-        return State(
-            shard=shard,
-            trained=shard_numel(adapters, ranks),
-            moments=moment_bytes(adapters, ranks, config.optimizer),
-            base=frozen_bytes,
-            reference=0,
-        )
+    trained_shapes = adapter_shapes(model.shapes, lora) if lora.rank else model.shapes
     return State(
         shard=shard,
-        trained=shard,
-        moments=moment_bytes(model.shapes, ranks, config.optimizer),
-        base=0,
-        reference=frozen_bytes if config.loss.kl_coef else 0,
+        trained=shard_numel(trained_shapes, ranks),
+        moments=moment_bytes(trained_shapes, ranks, config.optimizer),
+        # With adapters the reference is the base with these switched off: it costs nothing.
+        base=frozen_bytes if lora.rank else 0,
+        reference=frozen_bytes if config.loss.kl_coef and not lora.rank else 0,
     )
 
 
@@ -291,10 +272,9 @@ def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) 
     return num_ranks * numel * itemsize, -(-numel // bucket)
 
 
-def sync_buffers(
-    config: Config, model: ModelFacts, num_ranks: int, bucket_bytes: int
-) -> dict[str, int]:
-    """Returns the bytes that a weight sync needs in addition to policy and engine, by purpose."""
+def sync_buffers(config: Config, model: ModelFacts, num_ranks: int) -> dict[str, int]:
+    """Returns the bytes that a weight sync on GPUs needs in addition to policy and engine, by
+    purpose."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
     merges = lora.rank > 0 and lora.sync == "merged"
@@ -320,11 +300,12 @@ def sync_buffers(
             max(merged, whole + min(merged, 4 * whole // itemsize)) for whole, merged in sizes
         )
         return buffers
-    numel = shard_numel(shapes, ranks)
-    bucket = min(max(1, bucket_bytes // (ranks * itemsize)), numel)
-    num_buckets = -(-numel // bucket)
+    bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
+    num_bytes, num_buckets = sync_size(shapes, ranks, itemsize, bucket_bytes)
+    # A bucket holds whole elements of all ranks.
+    bucket = max(1, bucket_bytes // (ranks * itemsize)) * ranks * itemsize
     # One bucket is gathered while the tensors of the bucket before it are copied to the engine.
-    buffers["buckets"] = min(2, num_buckets) * ranks * bucket * itemsize
+    buffers["buckets"] = min(2, num_buckets) * min(bucket, num_bytes)
     # If there are several buckets, a tensor of one bucket may be put together while a shard is
     # merged for the next bucket: then both buffers exist at the same time.
     largest = [max(size) for size in zip(*sizes, strict=True)]
@@ -338,69 +319,6 @@ def logits_bytes_per_element(itemsize: int) -> int:
     The peak holds a float32 logit, and in bfloat16 the product that it was computed from.
     """
     return 4 if itemsize == 4 else 4 + itemsize
-
-
-def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the trainer's memory on one rank."""
-    dtype, offload = config.model.dtype, config.model.offload
-    state, itemsize = state_of(config, model, num_ranks), ITEMSIZE[dtype]
-    trained, ranks = state.trained, replica_ranks(config, num_ranks)
-    terms = "parameters + moments"
-    origin = f"{state.shard:,} parameters of a shard (ceil(rows / {ranks}) of each tensor)"
-    if state.base:
-        explanation = f"{origin} x {itemsize} ({dtype}), frozen; the reference too"
-        yield Row("base", size_text(state.base), explanation)
-        rank = config.model.lora.rank
-        origin = f"{trained:,} parameters of a shard of the adapters (rank {rank})"
-        terms += " + base"
-    yield Row("master parameters", size_text(4 * trained), f"{origin} x 4 (float32)")
-    explanation = f"{trained:,} x 4 (float32), in the update only"
-    yield Row("gradients", size_text(state.gradients), explanation)
-    explanation = f"{trained:,} x 2 x 4 (float32)"
-    if config.optimizer.name == "adamw_8bit":
-        explanation = f"{trained:,} x 2 x 1 + a float32 scale for each {MOMENT_BLOCK} of a row"
-    yield Row("AdamW's moments", size_text(state.moments), explanation)
-    if state.reference:
-        explanation = f"{state.shard:,} x {itemsize} ({dtype})"
-        yield Row("reference", size_text(state.reference), explanation)
-        terms += " + reference"
-    yield Row("state between updates", size_text(state.num_bytes), terms)
-    if offload:
-        explanation = f"while the engine is awake: offload {str(offload).lower()}"
-        yield Row("of it in host memory", size_text(state.offloaded(offload)), explanation)
-    explanation = "parameters that train + moments, while a thread writes them"
-    yield Row("checkpoint's copy in host memory", size_text(state.saved), explanation)
-    value, explanation = "unknown", _NO_SIZES
-    sharing = config.model.sequence_parallel_size
-    if sharing > 1 and model.dimensions is not None:
-        tokens = micro_batch_tokens(config, num_ranks)
-        sent = exchanged_bytes(model.dimensions, tokens, sharing, itemsize)
-        explanation = (
-            f"a micro-batch of {tokens} tokens over {sharing} ranks, forward; as much backward"
-        )
-        yield Row("sent for shared attention", size_text(sent), explanation)
-    if model.dimensions is not None:
-        # Logits, the largest of the activations, exist for one chunk of tokens at a time.
-        tokens = min(config.model.logprob_chunk_tokens, micro_batch_tokens(config, num_ranks))
-        vocabulary, element = model.dimensions.vocabulary, logits_bytes_per_element(itemsize)
-        value = size_text(tokens * vocabulary * element)
-        explanation = f"{tokens} tokens x V {vocabulary} x {element} bytes in the backward pass"
-    yield Row("logits of a chunk", value, explanation)
-    routes = route_bytes(config, model, num_ranks)
-    if routes:
-        per_token = route_bytes_per_token(model.config)
-        explanation = f"{per_token} bytes a token (layers x experts) + 1, of a step's rollouts"
-        yield Row("routes of the engine", size_text(routes), explanation)
-    buffers = sync_buffers(config, model, num_ranks, config.rollout.sync_bucket_bytes("cuda"))
-    explanation = " + ".join(f"{name} {size_text(size)}" for name, size in buffers.items())
-    explanation += "; vLLM keeps more until a layer is whole"
-    yield Row("buffers of the weight sync", size_text(sum(buffers.values())), explanation)
-    yield Row(
-        "peak of each phase, and what fits",
-        "see the planner",
-        "python -m grpo_spmd.plan --config ... --gpu H100-80GB --ranks N runs the layers on "
-        "fake tensors",
-    )
 
 
 # Engine
@@ -486,45 +404,6 @@ def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.in
     # An evaluation distributes completions, not prompts.
     is_on = config.eval.every_steps > 0
     return max(rollouts, num_held_out * config.eval.num_samples / engines if is_on else 0)
-
-
-def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row]:
-    """Yields the engine's memory on one rank."""
-    itemsize, tp = ITEMSIZE[config.model.dtype], config.rollout.engine_ranks
-    yield Row(
-        "weights",
-        size_text(engine_weights(config, model)),
-        f"parameters x {itemsize} / tensor_parallel_size {tp} (norms and biases whole)",
-    )
-    sizes = model.dimensions
-    if sizes is None:
-        yield Row("KV cache", "unknown", _NO_SIZES)
-        return
-    itemsize, heads = kv_itemsize(config), max(1, sizes.kv_heads // tp)
-    token_bytes = kv_bytes_per_token(sizes, itemsize, tp)
-    explanation = f"2 x {sizes.attention_layers} layers x {heads} kv heads of a rank"
-    explanation += f" x head_dim {sizes.head_dim} x {itemsize}"
-    yield Row("KV cache of a token", size_text(token_bytes), explanation)
-    # A judge that the engine serves may read texts that are longer than any rollout.
-    sequences, longest_text = sequences_of_engine(config, num_ranks), engine_tokens(config)
-    needed = sequences * longest_text
-    sequence_bytes = kv_bytes_per_sequence(sizes, tp)
-    shared = "a group shares its prompt"
-    if sequence_bytes:
-        shared = f"and {size_text(sequence_bytes)} of recurrent states each; no prefix is shared"
-    yield Row(
-        "KV cache for all at full length",
-        f"<= {size_text(needed * token_bytes + sequences * sequence_bytes)}",
-        f"{sequences} sequences of an engine x {longest_text} tokens x {token_bytes:,} bytes "
-        f"({shared})",
-    )
-    cache_bytes = config.rollout.engine.get("kv_cache_memory_bytes")
-    if isinstance(cache_bytes, int):
-        yield Row(
-            "tokens that fit",
-            f"{cache_bytes // token_bytes:,} of {needed:,}",
-            f"engine.kv_cache_memory_bytes {cache_bytes:,} / {token_bytes:,}",
-        )
 
 
 def judge_prompt_tokens(config: Config) -> dict[int, int]:

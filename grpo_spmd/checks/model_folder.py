@@ -39,6 +39,7 @@ from grpo_spmd.model.config_json import (
     text_config,
 )
 from grpo_spmd.observe.cards import cpu_cache_bytes, host_bytes
+from grpo_spmd.records import Fields
 
 _COPY_AGAIN = "copy or download it again"
 _HUB_NAME = r"[A-Za-z0-9][\w.-]*/[\w.-]+"
@@ -108,7 +109,7 @@ def check_model(config: Config, *, to_run: bool = True) -> Path | None:
     return folder
 
 
-def _read_model_files(folder: Path, path: str) -> tuple[dict[str, Any], Shapes]:
+def _read_model_files(folder: Path, path: str) -> tuple[Fields, Shapes]:
     """Returns config.json and the shapes of all tensors.
 
     Raises UntrustedError, OSError or ConfigError.
@@ -168,7 +169,7 @@ def read_package_file(package: str, path: str) -> str:
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
-def _check_cpu_engine(config: Config, model: Mapping[str, Any]) -> None:
+def _check_cpu_engine(config: Config, model: Fields) -> None:
     """Raises ConfigError for what vLLM's build for the CPU cannot do, if that one is installed.
 
     It lacks some head sizes, and its KV cache cannot be larger than the host's memory.
@@ -280,7 +281,7 @@ def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
             )
 
 
-def _embedding_rows(shapes: Shapes, model: Mapping[str, Any]) -> int | None:
+def _embedding_rows(shapes: Shapes, model: Fields) -> int | None:
     for name, shape in shapes.items():
         if re.search(r"(embed_tokens|wte|embed_in)\.weight$", name):
             return shape[0]

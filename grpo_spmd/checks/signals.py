@@ -1,9 +1,8 @@
-"""Checks teachers and critics before the run, and counts the memory of every side model.
+"""Checks teachers, critics, reward models and judges before the run, and lists the side models.
 
 A *side model* is a model that has weights of its own besides the policy's: a teacher, a critic or a
 reward model. `side_models` lists them; `--explain` and the planner both use the list. A new kind of
-signal adds its entry there, and its check and its rows in this file. checks/reward_models.py checks
-reward models and judges; this file only counts their memory and tokens.
+signal adds its entry there, its check in this file and its rows in explain.py.
 
 A teacher may also be on a server. Then the checks ask whether the server answers, has the model,
 and has the policy's vocabulary. Its replies come from the network: they are compared, never
@@ -18,38 +17,48 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from grpo_spmd.checks.data import check_prompts_early, load_tokenizer_file
+from grpo_spmd.checks.data import (
+    check_columns,
+    check_prompts_early,
+    load_tokenizer_file,
+    read_tokenizer_files,
+    renderer,
+)
 from grpo_spmd.checks.memory import (
     ITEMSIZE,
-    Row,
-    engine_tokens,
     is_shared_teacher,
-    judge_prompt_tokens,
-    replica_ranks,
+    judge_tokens,
     shard_numel,
-    size_text,
     trained_bytes,
 )
 from grpo_spmd.checks.model_folder import check_model, find_model_folder, num_embeddings
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.schema import POLICY, VALUE_HEADS, Config, DataConfig, LoraConfig
+from grpo_spmd.config.schema import (
+    POLICY,
+    VALUE_HEADS,
+    Config,
+    DataConfig,
+    LoraConfig,
+    RewardConfig,
+)
 from grpo_spmd.data.hub import check_reachable
-from grpo_spmd.data.rows import read_rows
+from grpo_spmd.data.rows import PromptRow, read_rows
 from grpo_spmd.files import read_model_config
 from grpo_spmd.model.config_json import (
     Shapes,
     local_folder,
-    read_model,
     refuse_by_config,
     shapes_from_headers,
+    text_config,
 )
-from grpo_spmd.model.reward_model_files import errors_about
+from grpo_spmd.model.reward_model_files import RewardModelFiles, errors_about, read_reward_model
 from grpo_spmd.rewards.client import PromptLogprobs, ServedModel, headers_of
+from grpo_spmd.rewards.servers import Judge
 from grpo_spmd.rewards.trl import FailedCallError
 
 T = TypeVar("T")
@@ -257,71 +266,6 @@ def side_models(config: Config) -> list[SideModel]:
     return models
 
 
-def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of teachers, critic and reward models on one rank, for `--explain`."""
-    yield from _shared_teacher_rows(config)
-    for model in side_models(config):
-        facts = read_model(model.path, model.revision)
-        if facts is None:
-            yield Row(model.name, "unknown", f"{model.path} is not here")
-            continue
-        is_critic = model.kind == "critic"
-        # A critic has no lm_head; the value head in its place is one row, too small to count.
-        shapes = {
-            name: shape
-            for name, shape in facts.shapes.items()
-            if not is_critic or "lm_head" not in name
-        }
-        ranks = replica_ranks(config, num_ranks)
-        shard = shard_numel(shapes, ranks)
-        num_bytes = model.num_bytes(config, shapes, ranks)
-        size = size_text(num_bytes)
-        use = "while it does not score" if model.kind == "reward model" else "while sampling"
-        dtype = "float32, two moments" if is_critic else f"{config.model.dtype}, frozen"
-        yield Row(
-            model.name,
-            size,
-            f"{shard:,} parameters of a shard x {num_bytes / shard:.3g} ({dtype}); in host memory "
-            f"{use}",
-        )
-        if is_critic:
-            yield Row("its copy for a checkpoint, in host memory", size, "while a thread writes it")
-            yield Row("its gradients", size_text(4 * shard), f"{shard:,} x 4, in its update")
-        elif model.kind == "reward model":
-            yield Row("extra passes of it", "1", "a forward of each completion, engine asleep")
-    facts = read_model(config.model.path) if config.critic.is_on_policy else None
-    if facts is not None and facts.dimensions is not None:
-        hidden = facts.dimensions.hidden
-        num_bytes = trained_bytes(head_shapes(hidden), 1, config.optimizer)
-        yield Row(
-            "value head and its optimizer",
-            size_text(num_bytes),
-            f"{hidden + 1:,} parameters x {num_bytes / (hidden + 1):.3g} on the rank that has its "
-            "row",
-        )
-
-
-def _shared_teacher_rows(config: Config) -> Iterator[Row]:
-    """Yields the teachers that need no memory of their own: those on servers, and shared ones."""
-    num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
-    for name, url in config.teacher.urls.items():
-        exception = " less those of others" if name else ""
-        limit = config.teacher.max_concurrent
-        yield Row(
-            f"teacher {name}".strip(),
-            "0 B",
-            f"{url} is asked of {num_rollouts:,} rollouts a step{exception}, {limit} at once",
-        )
-    for name, path in config.teacher.paths.items():
-        if is_shared_teacher(config, path):
-            owner = "the reference's"
-            if path == POLICY:
-                owner = "the model that trains, as it is before the step's updates"
-            elif config.model.lora.rank:
-                owner = "the policy's own, its adapters off"
-            yield Row(f"teacher {name}".strip(), "0 B", f"{path} is {owner}")
-
-
 # Teachers
 
 
@@ -477,24 +421,149 @@ def check_critic_model(config: Config, *, to_run: bool = True) -> None:
         check_vocabulary(config.model.path, path, "critic.path", "critic")
 
 
-# Judges that the run's own engine serves (checks/reward_models.py checks them)
+# Reward models, and judges that the run's own vLLM engine serves
+
+_NUM_TRIED = 8  # prompts that a template is tried on
+_COMPLETIONS = ("one answer", "another")  # a template must render them differently
 
 
-def judge_rows(config: Config) -> Iterator[Row]:
-    """Yields the token limits of judges that the run's own engine serves, for `--explain`."""
-    prompt_tokens = judge_prompt_tokens(config)
-    for index, tokens in prompt_tokens.items():
-        reward = config.rewards[index]
-        # This bound needs no tokenizer (`judge_prompt_tokens`).
-        bound = "the rubric's bytes, and 9/8 of the longest of what is put into it"
-        explanation = "max_tokens" if reward.max_tokens else bound
-        yield Row(f"longest prompt of {reward.metric_name}, tokens", f"{tokens:,}", explanation)
-        reply = f"{reward.judge_tokens:,}"
-        yield Row(f"longest reply of {reward.metric_name}, tokens", reply, "judge_tokens")
-    if prompt_tokens:
-        yield Row(
-            "longest text of the engine, tokens",
-            f"{engine_tokens(config):,}",
-            f"the longest of rollout ({config.max_rollout_tokens:,}) and a judge's prompt with its "
-            "reply; micro-batches know rollouts alone",
+def check_reward_models(
+    config: Config, row_sets: Mapping[str, Sequence[PromptRow]], *, to_run: bool = True
+) -> None:
+    """Raises ConfigError if the folder or chat template of a reward model cannot be used.
+
+    `row_sets` has the rows by the config key of their source. `to_run`: the run is about to start,
+    so the hub is asked about models that are not in the cache.
+    """
+    for index, reward in enumerate(config.rewards):
+        if reward.model is None:
+            continue
+        key_prefix = f"rewards.{index}"
+        if Path(reward.model).is_dir() and reward.revision is not None:
+            raise ConfigError(
+                f"{key_prefix}.revision: {reward.model} is a folder, which has none; take it out"
+            )
+        folder = find_model_folder(
+            reward.model, f"{key_prefix}.model", to_run=to_run, revision=reward.revision
+        )
+        if folder is None:
+            continue
+        files = read_reward_model(index, reward, folder, config.micro_batch_tokens)
+        for source, rows in row_sets.items():
+            # All rows have the same kind of prompt.
+            is_chat = any(not isinstance(row.prompt, str) for row in rows[:1])
+            if config.environment.is_on:
+                _check_template(files, "episodes", rows)
+            elif is_chat:
+                _check_template(files, f"the prompts of {source}", rows)
+            elif reward.template is not None:
+                raise ConfigError(
+                    f"{key_prefix}.template: the prompts of {source} are plain text, which "
+                    "goes through no chat template; set data.as_chat: true, or take the "
+                    "template out"
+                )
+
+
+def _check_template(files: RewardModelFiles, problem: str, rows: Sequence[PromptRow]) -> None:
+    """Raises ConfigError if a model has no chat template, or one that cannot render the prompts.
+
+    `problem` is the beginning of the error: it names the chats that need the template.
+    """
+    key = f"{files.where}.template"
+    tokenizer_files = read_tokenizer_files(files.folder)
+    if not tokenizer_files.is_readable:
+        file = files.folder / "tokenizer_config.json"
+        raise ConfigError(f"{files.where}.model: cannot read {file} as JSON")
+    template = files.template or tokenizer_files.template
+    if template is None:
+        problem += " are chat messages, and the model has no chat template"
+        if (files.folder / "chat_template.json").is_file():
+            problem += " (its chat_template.json is a processor's, which no tokenizer reads)"
+        raise ConfigError(f"{key}: {problem}; give a file with one")
+    with errors_about(key):
+        render = renderer(template, tokenizer_files.settings, opens_turn=False)
+    # Only transformers can compile this template.
+    if render is None:
+        return
+    # Try the first prompts until one succeeds: a template may refuse some of them.
+    error_text = ""
+    for row in rows[:_NUM_TRIED]:
+        prompt = row.prompt
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        try:
+            texts = {
+                render([*messages, {"role": "assistant", "content": completion}])
+                for completion in _COMPLETIONS
+            }
+        except Exception as error:  # a template may fail in any way
+            error_text = error_text or f"{row.where}: {type(error).__name__}: {error}"
+            continue
+        if len(texts) < len(_COMPLETIONS):
+            raise ConfigError(
+                f"{key}: the chat template shows a prompt alike whatever the assistant said, "
+                "so that all completions would score alike; give a file with one that shows it"
+            )
+        return
+    if error_text:
+        raise ConfigError(
+            f"{key}: the chat template cannot show {error_text}; give a file with one that can"
+        )
+
+
+def check_engine_judges(
+    config: Config, folder: Path | None, row_sets: Sequence[Sequence[PromptRow]]
+) -> None:
+    """Checks judges that the run's own engine serves. Raises ConfigError, which names the key.
+
+    Checks the columns that they need, the chat template, and whether their prompts fit the model.
+    `folder` is the policy's, or None if it is not here."""
+    for index, num_tokens in judge_tokens(config).items():
+        key_prefix, reward = f"rewards.{index}", config.rewards[index]
+        judge = Judge(reward, f"{key_prefix}.judge")
+        for rows in row_sets:
+            check_columns(rows, judge.needs, f"{key_prefix}.judge: {reward.judge}", "the data")
+        if folder is None:
+            continue
+        if read_tokenizer_files(folder).has_template is False:
+            raise ConfigError(
+                f"{key_prefix}: a judge is asked in a chat, and the tokenizer of model.path "
+                "has no chat template; give the model's folder one (chat_template.jinja), or "
+                "take an instruct model"
+            )
+        model = text_config(read_model_config(folder))
+        positions, reply_tokens = model.get("max_position_embeddings"), reward.judge_tokens
+        if isinstance(positions, int) and num_tokens > positions:
+            raise ConfigError(
+                f"{key_prefix}.judge: up to {num_tokens - reply_tokens} tokens to read and "
+                f"{reply_tokens} to say (judge_tokens) are {num_tokens}, and the model has "
+                f"{positions} positions; set {key_prefix}.max_tokens (what is longer is not "
+                "judged, and counted), or shorten the rubric"
+            )
+        has_longrope = "longrope" in f"{model.get('rope_scaling')}{model.get('rope_parameters')}"
+        # vLLM would use the factors for long texts, while the policy used those for short ones.
+        if num_tokens > config.max_rollout_tokens and has_longrope:
+            raise ConfigError(
+                f"{key_prefix}: the model's rotary factors (longrope) follow the engine's longest "
+                f"text, {num_tokens} with the judge, and the policy's the longest rollout, "
+                f"{config.max_rollout_tokens}; take a judge at a server"
+            )
+        _check_rubric_size(judge, reward, folder, key_prefix)
+
+
+def _check_rubric_size(judge: Judge, reward: RewardConfig, folder: Path, key_prefix: str) -> None:
+    """Raises ConfigError if the rubric alone has too many tokens.
+
+    Its tokens are counted with the tokenizers library, without those of the chat template. The run
+    counts again, with transformers' tokenizer and the template.
+    """
+    file = folder / "tokenizer.json"
+    if reward.max_tokens is None or not file.is_file():
+        return
+    # The rubric with an empty text for each of its fields.
+    [message] = judge.body([""], [""], {name: [""] for name in judge.needs})["messages"]
+    num_tokens = len(load_tokenizer_file(file).encode(message["content"]).ids)
+    if num_tokens >= reward.max_tokens:
+        raise ConfigError(
+            f"{key_prefix}.max_tokens: the rubric alone takes {num_tokens} tokens of the "
+            f"judge's prompt, of {reward.max_tokens}; raise it, or shorten the rubric"
         )

@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from grpo_spmd.config.rules import check_known_rewards
 from grpo_spmd.config.schema import Config, EnvironmentConfig, RewardConfig
 from grpo_spmd.data.rows import PromptRow, columns_of, key_and_source
 from grpo_spmd.model.config_json import local_folder
+from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import pack
 from grpo_spmd.rewards.pool.processes import HowItFailed, ProcessPool, WorkerProcess
 from grpo_spmd.rewards.protocol import Reward
@@ -191,9 +192,9 @@ class Trial(ProcessPool):
 
     _what = "reward"
 
-    def __init__(self, module: str, setup: dict[str, Any], rewards: Sequence[RewardConfig]) -> None:
+    def __init__(self, module: str, setup: Fields, rewards: Sequence[RewardConfig]) -> None:
         self._folder = tempfile.TemporaryDirectory()
-        self._reply: dict[str, Any] = {}
+        self._reply: Fields = {}
         if module == "grpo_spmd.episodes.worker":
             self._what = "environment"
         super().__init__(
@@ -213,7 +214,7 @@ class Trial(ProcessPool):
         """Waits until users' code is loaded, and returns facts about it. Raises ConfigError."""
         return self._wait_until_ready()
 
-    def ask(self, message: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    def ask(self, message: Fields, seconds: float) -> Fields:
         """Makes a call and returns its reply, or {"failed": REASON} if there is none in
         `seconds`."""
         self._reply = {}
@@ -224,7 +225,7 @@ class Trial(ProcessPool):
             self._listen(0.5)
         return self._reply
 
-    def _answered(self, worker: WorkerProcess, reply: dict[str, Any]) -> None:
+    def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
         self._reply = reply
         self._release(worker)
 
@@ -252,7 +253,7 @@ def _place(report: str) -> str:
 
 
 def _try_reward(
-    ask: Callable[[Mapping[str, Any]], dict[str, Any]],
+    ask: Callable[[Fields], Fields],
     number: int,
     key: str,
     *,

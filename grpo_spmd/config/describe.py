@@ -1,6 +1,12 @@
-"""Describes the config: its keys with their help texts, and its values with secrets removed.
+"""Describes the config: its keys with their help texts, the recipes of `algorithm: NAME`, and the
+values of a config with secrets removed.
+
+A recipe has the values that `algorithm: NAME` gives to keys which the user has not set: those that
+define the algorithm, but not those that depend on model, data and lengths (learning rate, batch
+size, buffers). recipes.yaml has the recipes, each value with its source.
 
 python -m grpo_spmd.config.describe      prints the tables of keys in configs/README.md
+python -m grpo_spmd.config.describe recipes     prints the table in configs/ALGORITHMS.md
 """
 
 from __future__ import annotations
@@ -12,11 +18,16 @@ import inspect
 import itertools
 import json
 import re
+import sys
 import textwrap
 import types
 import typing
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeGuard, Union
+
+import yaml
 
 from grpo_spmd.config.schema import Config, RewardConfig
 
@@ -66,6 +77,42 @@ def keys_as_markdown() -> str:
         cells = (f"`{key.name}`", default, key.values, key.meaning)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines[1:])
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The definition of one algorithm."""
+
+    name: str  # the algorithm's usual name, with its paper
+    values: dict[str, Any]  # the values that it sets, by dotted key
+    yours: str = ""  # text: further settings of the algorithm, which depend on the user's sizes
+    needs: Sequence[str] = ()  # keys that the user has to set, or the algorithm cannot run
+
+
+@functools.cache
+def read_recipes() -> dict[str, Recipe]:
+    """Returns the recipes of recipes.yaml by the name of the algorithm. This takes 10 ms, so it is
+    called only for a config that names an algorithm."""
+    entries = yaml.safe_load(Path(__file__).with_name("recipes.yaml").read_text(encoding="utf-8"))
+    return {name: Recipe(**entry) for name, entry in entries.items()}
+
+
+def recipes_as_markdown() -> str:
+    """Returns a Markdown table of the recipes, the keys that they set, and the keys left to the
+    user."""
+    lines = ["| `algorithm` | is | sets | yours to set |", "|---|---|---|---|"]
+    for name, recipe in read_recipes().items():
+        sections: dict[str, list[str]] = {}
+        for key, value in recipe.values.items():
+            section, _, name_in_section = key.partition(".")
+            sections.setdefault(section, []).append(
+                f"{name_in_section}: {value if isinstance(value, str) else json.dumps(value)}"
+            )
+        settings = "; ".join(
+            f"`{section}: {{{', '.join(values)}}}`" for section, values in sections.items()
+        )
+        lines.append(f"| `{name}` | {recipe.name} | {settings} | {recipe.yours} |")
+    return "\n".join(lines)
 
 
 UNIONS = (Union, types.UnionType)
@@ -272,4 +319,4 @@ def _declared_names() -> set[str]:
 
 
 if __name__ == "__main__":
-    print(keys_as_markdown())
+    print(recipes_as_markdown() if "recipes" in sys.argv else keys_as_markdown())

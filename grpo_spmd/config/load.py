@@ -19,9 +19,8 @@ from typing import Any
 import yaml
 
 from grpo_spmd.config.coerce import CONTROL, NULLS, build, unknown_key
-from grpo_spmd.config.describe import flat, flatten_config, join_key
+from grpo_spmd.config.describe import flat, flatten_config, join_key, read_recipes
 from grpo_spmd.config.errors import ConfigError
-from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.config.rules import check_rules
 from grpo_spmd.config.schema import DECIDED_KEYS, Config
 

@@ -16,8 +16,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from grpo_spmd.config.recipes import Algorithm
-
 # The phases of a step in their order. Timers, metrics and time limits have these names.
 PHASES = ("weight_sync", "eval", "rollout", "reward", "logprobs", "update", "checkpoint")
 # The value of rollout.weight_sync_bucket_mib where it is null.
@@ -58,6 +56,11 @@ StopString = Annotated[str, Meta(min_length=1)]
 
 # The name of a file or folder.
 FilePath = Annotated[str, Meta(title="path")]
+
+# The algorithms that have a recipe in recipes.yaml.
+Algorithm = Literal[
+    "grpo", "dapo", "dr_grpo", "gspo", "cispo", "rloo", "reinforce_pp", "max_rl", "opd", "ppo"
+]
 
 
 def _no_entries() -> Any:

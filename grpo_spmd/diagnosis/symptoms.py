@@ -27,7 +27,7 @@ from grpo_spmd.diagnosis.curves import (
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.observe.console import alarms
 from grpo_spmd.proofs.logprob_check import bounds_of
-from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.proofs.schedule import weakened_proofs
 from grpo_spmd.rewards.protocol import watched_rewards
 
 _NEAR_BOUND = 0.5  # of a bound

@@ -40,14 +40,9 @@ from grpo_spmd.learn.contexts import (
     row_contexts,
 )
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-    count_loss,
-    join_ranks,
-    sum_over_ranks,
-)
-from grpo_spmd.proofs.plain_loss import plain_kl
+from grpo_spmd.proofs.gradient_check import join_ranks
+from grpo_spmd.proofs.plain import plain_kl
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import (
     Completion,
     Decision,
@@ -59,6 +54,7 @@ from grpo_spmd.records import (
     Routes,
     ScoredRollouts,
     StepDecision,
+    Turn,
 )
 
 _log = logging.getLogger("grpo_spmd")
@@ -82,11 +78,8 @@ _Row = dict[str, Any]
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(
-        self, settings: UpdateCheckSettings, tokenizer: Any = None, *, counts_rows: bool = True
-    ) -> None:
-        """Only a rollout with stop strings needs the `tokenizer`. `counts_rows` as in Policy."""
-        self._counts_rows = counts_rows
+    def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
+        """Only a rollout with stop strings needs the `tokenizer`."""
         self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
@@ -164,7 +157,6 @@ class BatchCheck:
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
         result.errors.extend(on_rank0(find, [reports, trained, not_trained]))
-        self._check_denominators(result, batch)
         return result
 
     def rewards_of(self, sampled: SampledStep, decision: Decision) -> dict[int, float]:
@@ -186,9 +178,9 @@ class BatchCheck:
 
         They are computed from the value and the status of each call, without the code of
         `rewards/`. Rewards of weight 0 are left out; if all weights are 0, all count as 1."""
-        num_completions = sum(len(group.completions) for group in sampled.groups)
-        sums = np.zeros(num_completions)
-        num_applying = np.zeros(num_completions)
+        completions = [c for group in sampled.groups for c in group.completions]
+        sums = np.zeros(len(completions))
+        num_applying = np.zeros(len(completions))
         has_weights = any(self._weights)
         scored = sampled.scored
         # Not strict: a rank without completions has no names.
@@ -198,7 +190,10 @@ class BatchCheck:
             statuses = np.array(scored.statuses[name])
             values = np.array(scored.by_name[name], np.float64)
             if self._environment.gym and name == "environment":
-                values, statuses = self._gym_rewards(sampled)
+                # An episode without a turn has no reward.
+                turns = [() if c.episode is None else c.episode.turns for c in completions]
+                values = np.array([self._gym_reward(turns_of_one) for turns_of_one in turns])
+                statuses = np.where([len(x) > 0 for x in turns], "ok", "not_applicable")
             applies = statuses != "not_applicable"
             values[applies & (statuses != "ok")] = math.nan
             sums += np.where(applies, values, 0.0) * (weight if has_weights else 1.0)
@@ -208,18 +203,10 @@ class BatchCheck:
         sums[~is_known] = math.nan
         return sums.reshape(-1, self._rollout.group_size).tolist()
 
-    def _gym_rewards(self, sampled: SampledStep) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Returns (rewards, statuses) of a gym's episodes: the discounted sums of the rewards of
-        their turns, and "ok" for an episode with a turn, else "not_applicable"."""
+    def _gym_reward(self, turns: Sequence[Turn]) -> float:
+        """Returns the reward of a gym's episode: the discounted sum of the rewards of its turns."""
         factor = 1.0 if self._environment.discount is None else self._environment.discount
-        episodes = [c.episode for group in sampled.groups for c in group.completions]
-        turns_by_episode = [() if episode is None else episode.turns for episode in episodes]
-        totals = [
-            math.fsum((turn.reward or 0.0) * factor**n for n, turn in enumerate(turns))
-            for turns in turns_by_episode
-        ]
-        statuses = ["ok" if turns else "not_applicable" for turns in turns_by_episode]
-        return np.array(totals), np.array(statuses)
+        return math.fsum((turn.reward or 0.0) * factor**n for n, turn in enumerate(turns))
 
     def _overlong_penalty(self, num_tokens: int) -> float:
         """Returns the penalty that is subtracted from the reward of a completion of `num_tokens`.
@@ -382,20 +369,6 @@ class BatchCheck:
         # stop strings until the character is complete.
         return not text.endswith("\ufffd") and any(stop in text for stop in self._rollout.stop)
 
-    def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
-        """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
-        compares the counts with the denominators that the batch states."""
-        counted = [rows if self._counts_rows else [] for rows in batch.mini_batches]
-        counts = iter(sum_over_ranks(count for rows in counted for count in count_loss(rows)))
-        stated = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
-        for number, pair in enumerate(stated):
-            count = next(counts), next(counts)
-            if count != pair:
-                result.errors.append(
-                    f"mini-batch {number} is to divide by {pair} tokens and sequences, but has "
-                    f"{count}"
-                )
-
 
 def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:
     """Returns the KL penalties of the rollouts of all ranks by rollout id. Collective with
@@ -482,35 +455,32 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
         read = row.tree.tokens[row.tree.index]
         is_aligned &= all(torch.equal(x, x[read]) for x in (row.input_ids, row.position_ids))
         is_aligned &= _has_whole_paths(row, row.tree)
-    token_advantages = torch.zeros_like(row.advantages) if has_critic else row.advantages
     index, targets, logprobs, advantages, mask = (
         column.cpu().numpy()
         for column in (
             row.sequence_index,
             row.target_ids,
             row.rollout_logprobs,
-            token_advantages,
+            row.advantages,
             row.loss_mask,
         )
     )
+    if has_critic:
+        advantages = np.zeros_like(advantages)
     hashes = []
     for number, i in enumerate(row.rollout_ids):
         entries = np.flatnonzero(index == number)
-        tokens = [(c.token_ids, c.sampled_at) for c in contexts if c.rollout_id == i]
-        routes = [c.routes for c in contexts if c.rollout_id == i]
+        rollout_contexts = [c for c in contexts if c.rollout_id == i]
+        tokens = [(c.token_ids, c.sampled_at) for c in rollout_contexts]
+        routes = [c.routes for c in rollout_contexts]
         # The token that each position predicts; -1 if a wrong position points behind the last one.
         following = np.concatenate([[-1], *(np.append(ids, -1)[at] for ids, at in tokens)])[1:]
-        if not is_aligned or not np.array_equal(targets[entries], following):
-            hashes.append((i, _MISALIGNED))
-            continue
-        hashes.append(
-            (
-                i,
-                _hash_rollout(
-                    tokens, logprobs[entries], advantages[entries], mask[entries], routes
-                ),
+        rollout_hash = _MISALIGNED
+        if is_aligned and np.array_equal(targets[entries], following):
+            rollout_hash = _hash_rollout(
+                tokens, logprobs[entries], advantages[entries], mask[entries], routes
             )
-        )
+        hashes.append((i, rollout_hash))
     return hashes
 
 

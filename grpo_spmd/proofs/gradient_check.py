@@ -1,11 +1,7 @@
 """Compares loss and gradient of a few synthetic micro-batches with a plain recomputation.
 
-A synthetic row is a micro-batch made of short pieces of this rank's own rollouts. Its old,
-reference and engine logprobs are set at known distances from the policy's, so that ratios fall on
-both sides of every bound: with the true logprobs nothing is clipped in a first update.
-
-The plain side is transformers' own forward pass with the attention of plain_forward.py, one row
-per sequence, full logits, log_softmax in float32, and the loss of plain_loss.py. The trainer's side
+The plain side is transformers' own forward pass with the attention of plain.py, one row
+per sequence, full logits, log_softmax in float32, and its loss. The trainer's side
 is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
 trainer's, so that `.grad` holds the difference. At the end all gradients are dropped.
 """
@@ -15,72 +11,53 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils.rnn import pad_sequence
 
-from grpo_spmd.config.schema import (
-    AdvantageConfig,
-    DataConfig,
-    EnvironmentConfig,
-    LossConfig,
-    OptimizerConfig,
-    RolloutConfig,
-    TrainingConfig,
-)
-from grpo_spmd.distributed.collectives import any_rank, on_first_in_group, on_rank0
-from grpo_spmd.distributed.reductions import merge
-from grpo_spmd.learn.assemble import episode_rollout, pack_rollouts
-from grpo_spmd.learn.contexts import completion_contexts, rollout_contexts, shorten_segments
+from grpo_spmd.config.schema import TeacherConfig
+from grpo_spmd.distributed.collectives import any_rank, on_rank0
+from grpo_spmd.distributed.reductions import Reductions, merge
+from grpo_spmd.learn.assemble import pack_rollouts
+from grpo_spmd.learn.contexts import rollout_contexts
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import MiniBatch, PolicyUpdater, Reference, attach_loads
 from grpo_spmd.model.families.build import decoder_layers
 from grpo_spmd.model.lora import adapters_at_zero
 from grpo_spmd.model.policy import DTYPES, Policy
 from grpo_spmd.model.sharding import first_row, is_first_replica, reshard
-from grpo_spmd.proofs.plain_forward import (
-    padded_routes,
+from grpo_spmd.proofs.plain import (
+    LossTerm,
+    plain_terms,
     use_float32,
     use_plain_attention,
     use_plain_routes,
 )
-from grpo_spmd.proofs.plain_loss import LossTerm, plain_terms
-from grpo_spmd.records import (
-    Decision,
-    MicroBatch,
-    Rollout,
-    RolloutBatch,
-    RolloutGroup,
-    Segment,
+from grpo_spmd.proofs.synthetic import (
+    SCORE_BOUNDS,
+    CheckResult,
+    Numbers,
+    RandomTeacher,
+    SyntheticValues,
+    TrainerPass,
+    UpdateCheckSettings,
+    padded_contexts,
+    plain_routes,
+    trial_rollouts,
 )
+from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
 _log = logging.getLogger("grpo_spmd")
-Numbers = npt.NDArray[np.float64]
-# On each rank the check uses at most this many rollouts, given tokens of a prompt or between turns,
-# and sampled tokens of a rollout, so that it costs next to nothing.
-_NUM_SEQUENCES = 6
-_PROMPT_TOKENS = 16
-_COMPLETION_TOKENS = 12
 # The number of random products that _Sketch compares.
 _NUM_SKETCHES = 8
 # The number of errors that a message names; the others are only counted.
 _MAX_NAMED = 4
-# Synthetic log ratios stay far below 20, above which the loss ignores them. A config may have
-# bounds like 1e9.
-_MAX_LOG_RATIO = 5.0
-
-
-# By number format, the bound of the mean difference of a logprob or an entropy, in nats, and of a
-# critic's value, relative to its size. Rounding gave 6e-7 and 0.013 nats.
-SCORE_BOUNDS = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 class _Bounds(NamedTuple):
@@ -117,24 +94,6 @@ _LONE_EXCESS = 2.0
 WHOLE = "the whole model"
 
 
-@dataclass
-class CheckResult:
-    """The errors and differences that one check found on this rank."""
-
-    errors: list[str] = field(default_factory=list)
-    """One sentence for each difference that is too large."""
-    metrics: dict[str, float] = field(default_factory=dict)
-    """The largest difference of each kind."""
-
-    def check_difference(self, subject: str, key: str, difference: float, bound: float) -> None:
-        """Records a difference under the metric `key`, and an error if the difference is above
-        `bound` or NaN. The error's sentence is "`subject` is off by ..."."""
-        self.metrics[key] = max(self.metrics.get(key, 0.0), difference)
-        # Written so that NaN, which compares as False, is an error.
-        if not difference <= bound:
-            self.errors.append(f"{subject} is off by {difference:.3g} (bound {bound:.3g})")
-
-
 def widen_by_noise(bound: float, noise: float, largest: float = math.inf) -> float:
     """Returns the bound of a difference in a number format whose rounding alone gives `noise`: the
     larger one of `bound` and what this noise explains, where the latter is at most `largest`."""
@@ -163,17 +122,38 @@ def mean_difference(scores: Tensor, others: Tensor) -> float:
     return float((scores - others).abs().mean()) if len(scores) else 0.0
 
 
-def describe_errors(errors_by_rank: Iterable[Sequence[str]]) -> str:
-    """Returns the first errors in one line, each with the ranks that found it; "" without any."""
-    # Ranks often find the same error: each text is written once.
-    ranks_by_error: dict[str, list[str]] = {}
-    for rank, errors in enumerate(errors_by_rank):
-        for error in dict.fromkeys(errors):
-            ranks_by_error.setdefault(error, []).append(str(rank))
-    texts = [f"rank {', '.join(ranks)}: {error}" for error, ranks in ranks_by_error.items()]
-    if len(texts) > _MAX_NAMED:
-        texts[_MAX_NAMED:] = [f"and {len(texts) - _MAX_NAMED} more"]
-    return "; ".join(texts)
+class UpdateCheckError(RuntimeError):
+    """The trainer's numbers differ from those of a plain recomputation."""
+
+    # The report of a failure prints the whole message.
+    says_all = True
+
+
+def raise_if_wrong(results: Sequence[CheckResult], claim: str) -> dict[str, float]:
+    """Collective. Raises Rank0Error on every rank if any rank has an error; else returns, for each
+    metric, the largest value over all ranks. The error's message is `claim` and the first errors,
+    each with the ranks that found it."""
+    errors = [text for result in results for text in result.errors]
+    metrics = [pair for result in results for pair in result.metrics.items()]
+
+    def combine(by_rank: list[Any]) -> dict[str, float]:
+        """Returns the largest value of each metric. Runs on rank 0."""
+        # Ranks often find the same error: each text is written once.
+        ranks_by_error: dict[str, list[str]] = {}
+        largest: dict[str, float] = {}
+        for rank, (errors_of_rank, metrics_of_rank) in enumerate(by_rank):
+            for error in dict.fromkeys(errors_of_rank):
+                ranks_by_error.setdefault(error, []).append(str(rank))
+            for key, value in metrics_of_rank:
+                largest[key] = max(value, largest.get(key, 0.0))
+        texts = [f"rank {', '.join(ranks)}: {error}" for error, ranks in ranks_by_error.items()]
+        if len(texts) > _MAX_NAMED:
+            texts[_MAX_NAMED:] = [f"and {len(texts) - _MAX_NAMED} more"]
+        if texts:
+            raise UpdateCheckError(f"{claim}: {'; '.join(texts)}")
+        return largest
+
+    return on_rank0(combine, [errors, metrics])
 
 
 def sum_over_ranks(numbers: Iterable[float]) -> list[Any]:
@@ -224,49 +204,6 @@ def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
     )
 
 
-class SyntheticTeacher(Protocol):
-    """A teacher for the synthetic rows, with a plain version of its term in the loss."""
-
-    coef: float
-    """The weight of the term in the loss."""
-
-    @property
-    def is_sampled(self) -> bool:
-        """True if the teacher gives logprobs of the sampled tokens, False if it gives
-        distributions."""
-
-    def teach(self, row: MicroBatch) -> None:
-        """Attach the teacher's signal to a row."""
-
-    def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the plain divergence [n] from the teacher, float64 with its graph. `log_p` [n, V]
-        are the policy's logprobs of the vocabulary at all n sampled tokens of the rows."""
-
-
-class SyntheticValues(Protocol):
-    """Makes value targets for the synthetic rows, if a critic's head learns in the policy's
-    update."""
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, parameter) of the critic's head."""
-
-    def random_head(self) -> AbstractContextManager[None]:
-        """Return a context manager. Within it the values contain a fixed random projection of the
-        hidden states: a head of zeros would not show a fault."""
-
-    def set_targets(self, row: MicroBatch, values: Tensor) -> None:
-        """Give a row old values and returns at known distances from the trainer's values [C]."""
-
-    def plain_term(
-        self, result: CheckResult, rollouts: Sequence[Rollout], num_tokens: int, bound: float
-    ) -> LossTerm:
-        """Collective. Returns the plain value loss. Compares the trainer's values with plain ones,
-        within `bound`. `num_tokens` is the number of tokens that count, over all ranks."""
-
-    def check_head_gradient(self, result: CheckResult, bound: float) -> None:
-        """Collective. Compares the head's gradient with the plain one, and drops it."""
-
-
 # Collective. Checks what one signal (a teacher or the critic) wrote into the batch of a step. The
 # last argument has the rewards of the rollouts that this rank sampled, by rollout id.
 SignalCheck = Callable[[SampledStep, RolloutBatch, Decision, dict[int, float]], CheckResult]
@@ -278,95 +215,25 @@ class SignalProofs:
 
     checks: Sequence[SignalCheck] = ()
     """Checks of what a signal wrote into the micro-batches."""
-    make_teacher: Callable[[], SyntheticTeacher] | None = None
-    """Makes a teacher for the synthetic rows of the gradient check. None: the run has none."""
+    teacher: TeacherConfig | None = None
+    """None: the run has no teacher."""
     values: SyntheticValues | None = None
-    """Makes value targets for these rows. None: no critic learns in the policy's update."""
+    """Makes value targets for synthetic rows. None: no critic learns in the policy's update."""
 
 
 @dataclass(frozen=True)
-class UpdateCheckSettings:
-    """The settings of the run that the plain recomputation needs."""
+class _Trial:
+    """The synthetic rows of one check after the trainer's pass over them.
 
-    every_steps: int
-    """`proofs.every_steps`. 0: only in the first and the third step."""
-    is_on: bool
-    """`proofs.update`. False: nothing is checked."""
-    checks_signals: bool
-    """`proofs.signals`. False: what teachers and critic gave is not checked."""
-    bound_factor: float
-    """`proofs.bound_factor`: multiplies the bounds of scores and gradients."""
-    model_path: str
-    dtype: str
-    """`model.dtype`, the compute dtype."""
-    stop_ids: frozenset[int]
-    """Tokens at which the engine stops: the ends of completions and turns."""
-    data: DataConfig
-    rollout: RolloutConfig
-    advantage: AdvantageConfig
-    loss: LossConfig
-    optimizer: OptimizerConfig
-    training: TrainingConfig
-    reward_weights: Sequence[float]
-    """The weights of all rewards, in their order."""
-    warmup_steps: int = 0
-    """`critic.warmup_steps` of a run with a critic: the number of first steps in which only the
-    critic learns."""
-    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
-    """The kind of episodes, and how the rewards of their turns are added."""
+    A rank that shares its rows with one that counts them has no rollouts here."""
 
-    @property
-    def score_bound(self) -> float:
-        """The bound of SCORE_BOUNDS for this run."""
-        return SCORE_BOUNDS[self.dtype] * self.bound_factor
-
-
-class _TrainerPass:
-    """Records the trainer's scores of the synthetic rows, and sets the rows' synthetic logprobs.
-
-    `hook` is a forward hook of the policy: it sets the row's old, engine and reference logprobs
-    from the policy's logprobs of this very pass. They do not come from a separate pass without
-    gradients, because a compiled model rounds that differently."""
-
-    def __init__(
-        self, rollouts: Sequence[Rollout], loss: LossConfig, values: SyntheticValues | None
-    ) -> None:
-        self._rollouts = rollouts
-        self._loss = loss
-        self._values = values
-        # For each row with a rollout its columns [tokens] by name, float64.
-        self._columns: list[dict[str, Tensor]] = []
-
-    def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
-        """Runs after each forward pass. `output` is logprobs and entropy [C], then what the terms
-        return: the divergence from a teacher, and last the critic's values."""
-        batch = inputs[0]
-        logprobs, entropy, *terms = [tensor.detach().double() for tensor in output]
-        if self._values is not None:
-            self._values.set_targets(batch, terms.pop())
-        # A row without rollouts has one placeholder token, which does not count.
-        if not batch.rollout_ids:
-            batch.ref_logprobs = batch.rollout_logprobs if self._loss.kl_coef else None
-            return
-        rollouts = [self._rollouts[i] for i in batch.rollout_ids]
-        synthetic = _synthetic_logprobs(rollouts, logprobs, self._loss)
-        # In place: the updater holds this tensor already.
-        batch.rollout_logprobs.copy_(synthetic["engine"])
-        batch.old_logprobs = synthetic["old"]
-        batch.ref_logprobs = synthetic["ref"] if self._loss.kl_coef else None
-        if batch.teacher_signal is not None and batch.teacher_signal.logprobs is not None:
-            batch.teacher_signal.logprobs.copy_(synthetic["ref"])
-        columns = {name: column.double() for name, column in synthetic.items()}
-        columns |= {"logprobs": logprobs, "entropy": entropy}
-        self._columns.append(columns | dict(zip(["divergence"], terms, strict=False)))
-
-    def columns(self) -> dict[str, Tensor]:
-        """Returns the columns of all rows by name, each [tokens], float64; {} without a rollout.
-
-        "logprobs" and "entropy" are the policy's, "old", "engine" and "ref" the synthetic logprobs;
-        with a teacher that gives distributions there is also "divergence"."""
-        names = self._columns[0] if self._columns else ()
-        return {name: torch.cat([columns[name] for columns in self._columns]) for name in names}
+    rollouts: Sequence[Rollout]
+    columns: dict[str, Tensor]
+    """The trainer's scores, as TrainerPass.columns returns them."""
+    teacher: RandomTeacher | None
+    num_tokens: int
+    num_sequences: int
+    device: torch.device
 
 
 class GradientCheck:
@@ -381,17 +248,13 @@ class GradientCheck:
     ) -> None:
         self._policy = policy
         self._updater = updater
+        self._settings = settings
         self._loss = settings.loss
-        self._rollout = settings.rollout
-        self._make_teacher = signals.make_teacher
+        self._teacher = signals.teacher
         self._values = signals.values
         bounds = _BOUNDS[settings.dtype]
         self._bounds = bounds._replace(gradient=bounds.gradient * settings.bound_factor)
-        # The largest relative rounding of a number in the compute dtype.
-        self._rounding = torch.finfo(DTYPES[settings.dtype]).eps / 2
-        self._score_bound_of_dtype = SCORE_BOUNDS[settings.dtype]
-        self._min_score_bound = settings.score_bound
-        self.score_bound = self._min_score_bound
+        self.score_bound = settings.score_bound
         # The bound for a score that one function computes twice for one row, where only the order
         # of a reduction may differ: neither noise nor proofs.bound_factor widens it.
         self.repeated_score_bound = 0.0
@@ -428,7 +291,7 @@ class GradientCheck:
         result = CheckResult()
         policy = self._policy
         values = self._values
-        rollouts = _trial_rollouts(groups, policy, shares_prefixes)
+        rollouts = trial_rollouts(groups, policy, shares_prefixes)
         rows = [rollouts[:3], rollouts[3:]] if accumulates else [rollouts]
         values_parameters = [] if values is None else values.named_parameters()
         check_no_gradient(result, chain(policy.named_parameters(), values_parameters))
@@ -436,70 +299,40 @@ class GradientCheck:
             pack_rollouts(row, device, policy.sequence_ranks, shares_prefixes=shares_prefixes)
             for row in rows
         ]
-        if policy.replays_routes and self._loss.router_aux_coef:
+        if self._has_balance:
             attach_loads(policy, [batches], self._loss.router_aux_coef)
         counted = batches if policy.counts_rows else []
-        num_tokens, num_sequences = (max(n, 1) for n in sum_over_ranks(count_loss(counted)))
-        teacher = self._make_teacher() if self._make_teacher is not None else None
-        if teacher is not None:
+        counts = [max(n, 1) for n in sum_over_ranks(count_loss(counted))]
+        teacher = None
+        if self._teacher is not None:
+            teacher = RandomTeacher(self._teacher, policy, self._settings)
             for batch in batches:
                 teacher.teach(batch)
         # 1. The trainer's pass. Its gradient stays in the parameters.
-        trainer = _TrainerPass(rollouts, self._loss, values)
+        trainer = TrainerPass(rollouts, self._loss, values)
         handle = policy.register_forward_hook(trainer.hook)
-        mini_batch = MiniBatch(batches, num_tokens, num_sequences)
-        parts, _ = self._updater.accumulate(mini_batch, is_synced=True)
-        totals = merge(parts)
+        parts, _ = self._updater.accumulate(MiniBatch(batches, *counts), is_synced=True)
         handle.remove()
         trainer_squares = gradient_squares(policy)
-        # 2. The plain pass, whose gradient is subtracted from that. The backward pass is within
-        # plain attention too, since activation checkpointing may run layers again.
-        sketch = _Sketch(policy)
-        columns = trainer.columns()
         # One rank of a sequence group makes the plain pass over the rows that all of them trained
         # on; the others go on as ranks without rollouts.
-        if not policy.counts_rows:
-            rollouts, columns = [], {}
-        counts = (num_tokens, num_sequences)
-        routes = plain_routes(rollouts, device)
-        with (
-            use_plain_attention(policy.model),
-            use_plain_routes(policy.model, routes) as router_logits,
-            sketch.watching(),
-        ):
-            sketch_of_trainer = sketch.of_gradient()
-            plain = _plain_scores(policy, rollouts, self._rollout.temperature, device)
-            self._widen_bounds(plain.mean_max_logit)
-            differences = _score_differences(columns, plain, teacher)
-            terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
-            if policy.replays_routes and self._loss.router_aux_coef:
-                balance = self._plain_balance(rollouts, router_logits)
-                terms["router_aux"] = balance
-                loss = terms["loss"]
-                # The total has the plain gradient of this term but the trainer's value: the value
-                # is compared by itself, with a wider bound, since routers round in bfloat16.
-                total = loss.value + balance.value - balance.value.detach()
-                if "router_aux" in totals:
-                    total = total + float(totals["router_aux"].value)
-                terms["loss"] = LossTerm(total, loss.size + balance.size)
-            if values is not None:
-                value = values.plain_term(result, rollouts, num_tokens, self._min_score_bound)
-                loss = terms["loss"]
-                terms["loss"] = LossTerm(loss.value + value.value, loss.size + value.size)
-                terms["value"] = value
-            # Subtracts the plain gradient: `.grad` then holds the difference.
-            (-terms["loss"].value - plain.zero).backward()
-        # The entropy is compared token by token below, so its sum has no bound.
-        term_bounds = {"entropy": math.inf, "router_aux": self.score_bound}
-        for name, term in terms.items():
-            if rollouts and name in totals and (name != "kl" or self._loss.kl_coef):
-                difference = abs(float(totals[name].value) - float(term.value.detach()))
-                result.check_difference(
-                    f"the term {name!r} of the loss, relative to the sum of its |summands|,",
-                    "loss",
-                    difference / max(term.size, 1e-12),
-                    bound=term_bounds.get(name, self._bounds.term),
-                )
+        is_counted = policy.counts_rows
+        trial = _Trial(
+            rollouts if is_counted else [],
+            trainer.columns() if is_counted else {},
+            teacher,
+            num_tokens=counts[0],
+            num_sequences=counts[1],
+            device=device,
+        )
+        # 2. The plain pass, whose gradient is subtracted from that.
+        sketch = _Sketch(policy)
+        sketch_of_trainer = sketch.of_gradient()
+        with sketch.watching():
+            plain, terms = self._plain_pass(trial, -1.0, result)
+        self._widen_bounds(plain.mean_max_logit)
+        if trial.rollouts:
+            self._compare_terms(result, merge(parts), terms)
         # 3. The comparisons, which are collective: every rank makes all of them.
         relative = _relative_norms(trainer_squares, gradient_squares(policy))
         # The plain gradient as FSDP has summed it over ranks is compared with the sum of what each
@@ -513,25 +346,86 @@ class GradientCheck:
         )
         # 4. If something is beyond its bound, measure how much this model rounds in this number
         # format, and widen the bounds by that.
+        differences = {
+            name: float((trial.columns[name] - tensor).detach().abs().mean())
+            for name, tensor in _plain_columns(trial, plain).items()
+        }
         noise = dict.fromkeys(relative, 0.0)
         if self._is_rounded and any_rank(self._is_beyond_bounds(differences, relative)):
-            score_noise, noise = self._measure_noise(
-                rollouts, columns, teacher, counts=counts, squares=trainer_squares, device=device
-            )
+            score_noise, noise = self._measure_noise(trial, trainer_squares)
             self.score_bound = widen_by_noise(self.score_bound, score_noise, MAX_SCORE_BOUND)
-        for subject, difference in differences.items():
-            result.check_difference(
-                f"{subject}, in nats on average,", "logprobs", difference, self.score_bound
-            )
+        for name, difference in differences.items():
+            subject = f"{_SUBJECTS[name]}, in nats on average,"
+            result.check_difference(subject, "logprobs", difference, self.score_bound)
         self._judge_gradients(result, relative, noise)
         self._updater.optimizer.zero_grad(set_to_none=True)
         if values is not None:
             # The head's gradient has the whole gradient's bound: both round with the same states.
             values.check_head_gradient(result, self._bounds_of_gradients(noise)[WHOLE])
-        # If the policy's logprobs are not finite, nothing is reported here: the update reports it
+        # If the policy's logprobs are not finite, nothing is reported here: the update reports them
         # and skips the step.
         is_nonfinite = not bool(plain.logprobs.isfinite().all())
         return CheckResult() if any_rank(is_nonfinite) else result
+
+    @property
+    def _has_balance(self) -> bool:
+        """True if the loss has a load-balance term for the experts."""
+        return self._policy.replays_routes and self._loss.router_aux_coef > 0
+
+    def _plain_pass(
+        self, trial: _Trial, sign: float, result: CheckResult | None = None
+    ) -> tuple[_PlainScores, dict[str, LossTerm]]:
+        """Collective. Adds the gradient of the plain loss, times `sign`, to the parameters'
+        gradients. Returns the plain scores and the terms of the loss.
+
+        With `result` the critic's values are compared, and their loss is one of the terms."""
+        policy = self._policy
+        routes = plain_routes(trial.rollouts, trial.device)
+        # The backward pass is within plain attention too, since activation checkpointing may run
+        # layers again.
+        with (
+            use_plain_attention(policy.model),
+            use_plain_routes(policy.model, routes) as router_logits,
+        ):
+            plain = _plain_scores(
+                policy, trial.rollouts, self._settings.rollout.temperature, trial.device
+            )
+            terms = self._plain_terms(trial, plain)
+            loss = terms["loss"].value + plain.zero
+            if self._has_balance:
+                terms["router_aux"] = self._plain_balance(trial.rollouts, router_logits)
+                loss = loss + terms["router_aux"].value
+            if self._values is not None and result is not None:
+                terms["value"] = self._values.plain_term(
+                    result, trial.rollouts, trial.num_tokens, self._settings.score_bound
+                )
+                loss = loss + terms["value"].value
+            (sign * loss).backward()
+        return plain, terms
+
+    def _compare_terms(
+        self, result: CheckResult, totals: Reductions, terms: dict[str, LossTerm]
+    ) -> None:
+        """Compares the terms of the trainer's loss with the plain ones."""
+        sums = {name: float(totals[name].value) for name in terms if name in totals}
+        sizes = {name: term.size for name, term in terms.items()}
+        # The trainer's total has these two terms in it. They are compared by themselves.
+        for name in sums.keys() & {"router_aux", "value"}:
+            sums["loss"] -= sums[name]
+            sizes["loss"] += sizes[name]
+        if not self._loss.kl_coef:
+            sums.pop("kl", None)
+        # The entropy is compared token by token, so its sum has no bound. Routers round in
+        # bfloat16.
+        bounds = {"entropy": math.inf, "router_aux": self.score_bound}
+        for name, value in sums.items():
+            difference = abs(value - float(terms[name].value.detach()))
+            result.check_difference(
+                f"the term {name!r} of the loss, relative to the sum of its |summands|,",
+                "loss",
+                difference / max(sizes[name], 1e-12),
+                bounds.get(name, self._bounds.term),
+            )
 
     def compare_reference(
         self,
@@ -547,7 +441,7 @@ class GradientCheck:
 
         `reference` is the function that the trainer calls. `model` is the model whose weights it
         uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
-        rollouts = _trial_rollouts(groups, self._policy, shares_prefixes)
+        rollouts = trial_rollouts(groups, self._policy, shares_prefixes)
         row = pack_rollouts(
             rollouts, device, self._policy.sequence_ranks, shares_prefixes=shares_prefixes
         )
@@ -556,8 +450,8 @@ class GradientCheck:
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
             routes = use_plain_routes(model.model, plain_routes(rollouts, device))
             with use_plain_attention(model.model), routes, without_adapters:
-                scores = _plain_scores(model, rollouts, self._rollout.temperature, device)
-            return scores.logprobs
+                temperature = self._settings.rollout.temperature
+                return _plain_scores(model, rollouts, temperature, device).logprobs
 
         def measure_noise() -> float:
             with use_float32(model):
@@ -594,42 +488,36 @@ class GradientCheck:
         """Widens the bounds of scores and gradients for large logits, whose rounding is larger.
 
         `mean_max_logit` is the mean over tokens of the largest |logit| / temperature."""
-        largest_rounding = mean_max_logit * self._rounding
-        self.score_bound = max(self._min_score_bound, largest_rounding)
-        self.repeated_score_bound = max(self._score_bound_of_dtype, largest_rounding) / 10
-        gradient_bound = self._bounds.gradient * self.score_bound / self._min_score_bound
+        dtype = self._settings.dtype
+        min_bound = self._settings.score_bound
+        # eps / 2 is the largest relative rounding of a number in the compute dtype.
+        largest_rounding = mean_max_logit * torch.finfo(DTYPES[dtype]).eps / 2
+        self.score_bound = max(min_bound, largest_rounding)
+        self.repeated_score_bound = max(SCORE_BOUNDS[dtype], largest_rounding) / 10
+        gradient_bound = self._bounds.gradient * self.score_bound / min_bound
         self._gradient_bound = max(self._bounds.gradient, min(0.5, gradient_bound))
 
-    def _plain_terms(
-        self,
-        rollouts: Sequence[Rollout],
-        columns: dict[str, Tensor],
-        plain: _PlainScores,
-        teacher: SyntheticTeacher | None,
-        *,
-        counts: tuple[int, int],
-    ) -> dict[str, LossTerm]:
+    def _plain_terms(self, trial: _Trial, plain: _PlainScores) -> dict[str, LossTerm]:
         """Returns the terms of the plain loss, from scores that have the values of the trainer's
         pass and the graph of the plain pass.
 
         The synthetic logprobs are set at distances from the trainer's values. With the plain pass's
-        own values, rounding might clip a token on one side only. `counts` are (tokens, sequences)
-        that count, over all ranks."""
-        columns = dict(columns)
-        if rollouts:
-            for name, tensor in _plain_columns(columns, plain, teacher).items():
-                columns[name] = tensor + (columns[name] - tensor).detach()
-            if teacher is not None and teacher.is_sampled:
-                columns["teacher_penalty"] = teacher.coef * (columns["old"] - columns["ref"])
-            if not self._loss.kl_coef:
-                del columns["ref"]
+        own values, rounding might clip a token on one side only."""
+        columns = dict(trial.columns)
+        teacher = trial.teacher
+        for name, tensor in _plain_columns(trial, plain).items():
+            columns[name] = tensor + (columns[name] - tensor).detach()
+        if columns and teacher is not None and teacher.is_sampled:
+            columns["teacher_penalty"] = teacher.coef * (columns["old"] - columns["ref"])
+        if not self._loss.kl_coef:
+            columns.pop("ref", None)
         return plain_terms(
-            rollouts,
+            trial.rollouts,
             columns,
             self._loss,
-            num_tokens=counts[0],
-            num_sequences=counts[1],
-            max_completion_tokens=self._rollout.max_completion_tokens,
+            num_tokens=trial.num_tokens,
+            num_sequences=trial.num_sequences,
+            max_completion_tokens=self._settings.rollout.max_completion_tokens,
             teacher_coef=teacher.coef if teacher is not None else 0.0,
         )
 
@@ -640,18 +528,15 @@ class GradientCheck:
         rollouts and the plain routers' logits [S * L, E] by layer."""
         policy = self._policy
         contexts = rollout_contexts(rollouts)
-        layers = range(policy.model.config.num_hidden_layers)
-        counts = [[0] * policy.num_experts for _ in layers]
+        counts = np.zeros((policy.model.config.num_hidden_layers, policy.num_experts))
         for context in contexts:
             assert context.routes is not None
-            for layer in layers:
-                for expert in context.routes[:, layer].flatten().tolist():
-                    counts[layer][expert] += 1
+            for layer, counts_of_layer in enumerate(counts):
+                np.add.at(counts_of_layer, context.routes[:, layer], 1)
         # The engine has read all tokens of a sequence but its last.
         lengths = [len(context.token_ids) - 1 for context in contexts]
-        flat = [*chain.from_iterable(counts), sum(lengths)]
-        *sums, num_tokens = np.array(sum_over_ranks(flat), np.float64)
-        fractions = np.reshape(sums, (len(layers), -1)) / max(num_tokens, 1.0)
+        *sums, num_tokens = sum_over_ranks([*counts.flatten().tolist(), sum(lengths)])
+        fractions = np.reshape(sums, counts.shape) / max(num_tokens, 1.0)
         value = torch.zeros((), dtype=torch.float64)
         for layer, logits in router_logits.items():
             rows = logits.double().softmax(-1).unflatten(0, (len(lengths), -1))
@@ -663,14 +548,7 @@ class GradientCheck:
         return LossTerm(value, float(value.detach()))
 
     def _measure_noise(
-        self,
-        rollouts: Sequence[Rollout],
-        columns: dict[str, Tensor],
-        teacher: SyntheticTeacher | None,
-        *,
-        counts: tuple[int, int],
-        squares: dict[str, float],
-        device: torch.device,
+        self, trial: _Trial, squares: dict[str, float]
     ) -> tuple[float, dict[str, float]]:
         """Collective. Returns how much the number format itself rounds: the mean difference of a
         logprob in nats, and the difference of each gradient relative to its norm.
@@ -678,26 +556,12 @@ class GradientCheck:
         Both are differences between two plain passes over the same weights, one in the compute
         dtype and one in float32 arithmetic. `squares` are those of the trainer's gradient. A
         critic's term is left out."""
-        policy = self._policy
         self._updater.optimizer.zero_grad(set_to_none=True)
-        temperature = self._rollout.temperature
-        logprobs = []
-        routes = plain_routes(rollouts, device)
-        with (
-            use_plain_attention(policy.model),
-            use_plain_routes(policy.model, routes) as router_logits,
-        ):
-            for arithmetic, sign in ((nullcontext(), 1.0), (use_float32(policy), -1.0)):
-                with arithmetic:
-                    plain = _plain_scores(policy, rollouts, temperature, device)
-                    terms = self._plain_terms(rollouts, columns, plain, teacher, counts=counts)
-                    loss = terms["loss"].value + plain.zero
-                    if policy.replays_routes and self._loss.router_aux_coef:
-                        loss = loss + self._plain_balance(rollouts, router_logits).value
-                    (sign * loss).backward()
-                    logprobs.append(plain.logprobs.detach())
-        noise = mean_difference(logprobs[0], logprobs[1])
-        return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(policy))
+        rounded, _ = self._plain_pass(trial, 1.0)
+        with use_float32(self._policy):
+            exact, _ = self._plain_pass(trial, -1.0)
+        noise = mean_difference(rounded.logprobs.detach(), exact.logprobs.detach())
+        return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(self._policy))
 
     def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
         """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE."""
@@ -737,33 +601,23 @@ class GradientCheck:
         result.check_difference(subject, "gradient", relative[worst], bounds[worst])
 
 
-def _plain_columns(
-    columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
-) -> dict[str, Tensor]:
+# The subjects of error messages about the columns that have a gradient in the loss.
+_SUBJECTS = {
+    "logprobs": "the logprob of a token",
+    "entropy": "the entropy at a token",
+    "divergence": "the divergence from a teacher at a token",
+}
+
+
+def _plain_columns(trial: _Trial, plain: _PlainScores) -> dict[str, Tensor]:
     """Returns the plain counterparts of the trainer's columns [tokens] that have a gradient in the
-    loss."""
-    tensors = {"logprobs": plain.logprobs, "entropy": plain.entropy}
-    if teacher is not None and not teacher.is_sampled:
-        tensors["divergence"] = teacher.divergence(torch.cat(plain.all_logprobs))
-    return tensors
-
-
-def _score_differences(
-    columns: dict[str, Tensor], plain: _PlainScores, teacher: SyntheticTeacher | None
-) -> dict[str, float]:
-    """Returns the mean differences of the trainer's scores from the plain ones, in nats; {} without
-    a rollout. The keys are the subjects of error messages."""
-    subjects = {
-        "logprobs": "the logprob of a token",
-        "entropy": "the entropy at a token",
-        "divergence": "the divergence from a teacher at a token",
-    }
-    if not columns:
+    loss; {} without a rollout."""
+    if not trial.columns:
         return {}
-    return {
-        subjects[name]: float((columns[name] - tensor).detach().abs().mean())
-        for name, tensor in _plain_columns(columns, plain, teacher).items()
-    }
+    tensors = {"logprobs": plain.logprobs, "entropy": plain.entropy}
+    if trial.teacher is not None and not trial.teacher.is_sampled:
+        tensors["divergence"] = trial.teacher.divergence(torch.cat(plain.all_logprobs))
+    return tensors
 
 
 def _relative_norms(
@@ -846,43 +700,6 @@ class _Sketch:
             handle.remove()
 
 
-def _synthetic_logprobs(
-    rollouts: Sequence[Rollout], base: Tensor, loss: LossConfig
-) -> dict[str, Tensor]:
-    """Returns the synthetic logprobs "old", "engine" and "ref" [tokens], float32, at known
-    distances from `base`, the policy's logprobs."""
-    # Log ratios of policy and old policy, inside and beyond each bound of clipping.
-    low = math.log(max(1 - loss.clip_ratio_low, 0.3))
-    high = min(math.log(1 + loss.clip_ratio_high), _MAX_LOG_RATIO)
-    dual = min(math.log(loss.dual_clip or 4.0), _MAX_LOG_RATIO)
-    ratios = np.array([0.0, high / 2, high + 0.3, low / 2, low - 0.3, max(high, dual) + 0.3])
-    cap = min(math.log(loss.rollout_correction_cap), _MAX_LOG_RATIO)
-    # Log ratios of policy and engine on both sides of the cap of the rollout correction.
-    factors = np.array([0.0, 0.5 * cap, cap + 0.3, -0.5 * cap, -cap - 0.3])
-    # With the engine's logprobs as the old ones there is no mismatch to correct.
-    if loss.old_logprobs == "engine":
-        factors *= 0.0
-    offsets: list[Numbers] = []
-    for rollout in rollouts:
-        number = rollout.rollout_id
-        length = len(rollout.completion_ids)
-        t = np.arange(length)
-        # Even rollouts have positive advantages, odd ones negative. Each pair begins two ratios
-        # further on, so that both signs meet every ratio.
-        indices = (2 * (number // 2) + t) % len(ratios)
-        # gspo has one ratio per sequence: choose ratios beyond a bound.
-        if loss.policy == "gspo":
-            indices = np.full(length, [2, 4, 5][number // 2])
-        mismatch = factors[(number + t) % len(factors)]
-        if loss.rollout_correction == "sequence_tis":
-            mismatch = np.full(length, factors[number % len(factors)] / length)
-        old = -ratios[indices]
-        ref = np.array([-0.4, 0.3, 0.7])[(number + t) % 3]
-        offsets.append(np.stack([old, old - mismatch, ref]))
-    columns = base + torch.from_numpy(np.concatenate(offsets, axis=1)).to(base.device)
-    return dict(zip(("old", "engine", "ref"), columns.float(), strict=True))
-
-
 class _PlainScores(NamedTuple):
     """The scores of a plain forward pass, with their graph."""
 
@@ -896,29 +713,6 @@ class _PlainScores(NamedTuple):
     """Mean over tokens of the largest |logit|."""
     all_logprobs: list[Tensor]
     """For each context the logprobs [n, V] of the whole vocabulary at its n sampled tokens."""
-
-
-def padded_contexts(
-    rollouts: Sequence[Rollout], device: torch.device
-) -> tuple[Tensor, list[Tensor]]:
-    """Returns (token ids [S, L] with one context per row, the positions of the sampled tokens of
-    each row).
-
-    A rollout of several contexts has several rows. Rows are padded on the right, where padding does
-    not change the scores of a causal model. Without rollouts there is one row of two tokens, so
-    that the rank can take part in a pass."""
-    contexts = rollout_contexts(rollouts)
-    ids = [torch.from_numpy(context.token_ids).long() for context in contexts]
-    rows = pad_sequence(ids or [torch.zeros(2, dtype=torch.int64)], batch_first=True)
-    sampled = [torch.from_numpy(np.flatnonzero(context.sampled)).to(device) for context in contexts]
-    return rows.to(device), sampled
-
-
-def plain_routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | None:
-    """Returns the routes of the rows of `padded_contexts`; None if none were recorded."""
-    contexts = rollout_contexts(rollouts)
-    num_tokens = max((len(context.token_ids) for context in contexts), default=0)
-    return padded_routes(contexts, num_tokens, device)
 
 
 def _plain_scores(
@@ -942,69 +736,3 @@ def _plain_scores(
         entropy.append(-(log_p.exp() * log_p).sum(-1).double())
     mean_max_logit = float(logits.detach().abs().amax(-1).mean())
     return _PlainScores(torch.cat(logprobs), torch.cat(entropy), zero, mean_max_logit, all_logprobs)
-
-
-def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False) -> list[Rollout]:
-    """Returns up to 6 of this rank's rollouts, shortened, with synthetic advantages that are
-    positive and negative in turn.
-
-    Every third rollout has one masked token, so that a fault of the loss mask would show. With
-    `has_siblings` they are three completions of each of two prompts, which share prefixes."""
-    return _synthetic_rollouts(_short_segments(groups, has_siblings=has_siblings))
-
-
-def _trial_rollouts(
-    groups: Sequence[RolloutGroup], policy: Policy, has_siblings: bool
-) -> list[Rollout]:
-    """Collective over the policy's sequence group, if it has one. Returns the `short_rollouts` of
-    the group's first rank, since all of its ranks run the same row."""
-    if policy.sequence_group is None:
-        return short_rollouts(groups, has_siblings=has_siblings)
-
-    def encode() -> list[Any]:
-        return [
-            [[segment.token_ids.tolist(), segment.sampled.tolist()] for segment in segments]
-            for segments in _short_segments(groups)
-        ]
-
-    return _synthetic_rollouts(
-        tuple(Segment(np.array(ids, np.int32), np.array(sampled)) for ids, sampled in segments)
-        for segments in on_first_in_group(encode, policy.sequence_group)
-    )
-
-
-def _short_segments(
-    groups: Sequence[RolloutGroup], *, has_siblings: bool = False
-) -> list[tuple[Segment, ...]]:
-    """Returns the shortened segments of up to 6 of this rank's rollouts. `has_siblings` as in
-    `short_rollouts`."""
-    num_groups, num_completions = (2, 3) if has_siblings else (_NUM_SEQUENCES, None)
-    pairs = [
-        (completion_contexts(group.prompt.token_ids, completion), completion.episode)
-        for group in groups[:num_groups]
-        for completion in [c for c in group.completions if c.token_ids][:num_completions]
-    ]
-    step = max(1, len(pairs) // _NUM_SEQUENCES)
-    # The first token of a prompt stays: without it a model may produce nonsense.
-    return [
-        shorten_segments(
-            contexts,
-            _PROMPT_TOKENS,
-            _COMPLETION_TOKENS,
-            max_stretch=_COMPLETION_TOKENS // (1 if episode is None else 2),
-        )
-        for contexts, episode in pairs[::step][:_NUM_SEQUENCES]
-    ]
-
-
-def _synthetic_rollouts(all_segments: Iterable[tuple[Segment, ...]]) -> list[Rollout]:
-    """Returns rollouts of these segments, with synthetic advantages and masks."""
-    rollouts = []
-    for number, segments in enumerate(all_segments):
-        num_tokens = sum(int(segment.sampled.sum()) for segment in segments)
-        mask = np.ones(num_tokens, np.bool_)
-        if number % 3 == 1 and num_tokens > 1:
-            mask[num_tokens // 2] = False
-        advantage = (0.7 + 0.1 * number) * (1 if number % 2 == 0 else -1)
-        rollouts.append(episode_rollout(number, advantage, mask, segments, [0.0] * num_tokens))
-    return rollouts

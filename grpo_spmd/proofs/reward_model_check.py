@@ -17,11 +17,16 @@ from typing import Any
 import torch
 import transformers
 
-from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.model.reward_model_files import RewardModelFiles
 from grpo_spmd.model.values import RewardModel
-from grpo_spmd.proofs.gradient_check import MAX_SCORE_BOUND, describe_errors, widen_by_noise
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.gradient_check import (
+    MAX_SCORE_BOUND,
+    raise_if_wrong,
+    sum_over_ranks,
+    widen_by_noise,
+)
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
+from grpo_spmd.proofs.synthetic import CheckResult
 from grpo_spmd.records import Completion, Prompt
 
 _log = logging.getLogger("grpo_spmd")
@@ -36,13 +41,6 @@ _BOUNDS = {"float32": (1e-4, 1e-4), "bfloat16": (0.3, 0.1)}
 # The largest bound of one text's difference: however much a model rounds, the score of a wrong text
 # must be noticed.
 _MAX_TEXT_BOUND = 0.7
-
-
-class RewardModelCheckError(RuntimeError):
-    """A reward model's scores differ from those that transformers gives with the same weights."""
-
-    # The report of a failure prints the whole message.
-    says_all = True
 
 
 @dataclass(frozen=True)
@@ -92,29 +90,36 @@ class RewardModelCheck:
             c for c in scored if c.status in ("ok", "not_applicable") and not self._has_markup(c)
         ]
         chosen = candidates[:: max(1, len(candidates) // _NUM_TEXTS)][:_NUM_TEXTS]
-        errors: list[str] = []
-        differences: list[tuple[float, float]] = []
+        result = CheckResult()
         # Passes are collective: every rank makes the same number of them.
-        for number in range(_NUM_TEXTS):
-            self._check(chosen[number] if number < len(chosen) else None, errors, differences)
-        largest: float | None = on_rank0(
-            lambda ranks: _raise_if_different(name, ranks, self._mean_bound), [errors, differences]
+        padded = [*chosen, *[None] * (_NUM_TEXTS - len(chosen))]
+        pairs = [pair for text in padded for pair in self._check(result, text)]
+        num_texts, total, noise = sum_over_ranks(
+            [len(pairs), *(sum(column) for column in zip((0.0, 0.0), *pairs, strict=True))]
         )
-        if not self._has_run and largest is not None:
+        # The mean of several texts has a smaller bound than the difference of one.
+        if num_texts >= _NUM_TEXTS and not result.errors:
+            bound = widen_by_noise(self._mean_bound, noise / num_texts, MAX_SCORE_BOUND)
+            subject = f"the score relative to 1 + |score|, on average over {num_texts} texts,"
+            result.check_difference(subject, "mean", total / num_texts, bound)
+        metrics = raise_if_wrong(
+            [result],
+            f"reward model {name!r} gives other scores than transformers does with its weights and "
+            "template",
+        )
+        if not self._has_run and num_texts:
+            largest = metrics["score"]
             _log.info("reward model %r: its scores are within %.0e of transformers'", name, largest)
             self._has_run = True
 
     def _check(
-        self,
-        scored: ScoredCompletion | None,
-        errors: list[str],
-        differences: list[tuple[float, float]],
-    ) -> None:
-        """Collective. Compares the score of one completion with that of a plain pass.
+        self, result: CheckResult, scored: ScoredCompletion | None
+    ) -> list[tuple[float, float]]:
+        """Collective. Compares the score of one completion with that of a plain pass. If it is
+        None, this rank only makes the passes, together with the other ranks.
 
-        Appends a sentence to `errors` if it is wrong, and to `differences` the pair (difference,
-        how much the number format rounds), both relative to 1 + |score|. If `scored` is None, this
-        rank only makes the passes, together with the other ranks."""
+        Returns the pair (difference, how much the number format rounds), both relative to
+        1 + |score|, in a list that is empty if there was nothing to compare."""
         ids = self._encode(scored) if scored is not None else []
         max_tokens = self._files.max_tokens
         is_long = len(ids) > max_tokens
@@ -127,21 +132,25 @@ class RewardModelCheck:
         with use_float32(self._model):
             exact = self._plain_score(read)
         if scored is None:
-            return
+            return []
         if is_long and not self._files.drops_start:
             if scored.status == "ok":
-                errors.append(f"a text of over {max_tokens} tokens was scored")
+                result.errors.append(f"a text of over {max_tokens} tokens was scored")
         elif is_readable and scored.value is None:
-            errors.append(f"a text of {len(ids)} tokens has no score")
+            result.errors.append(f"a text of {len(ids)} tokens has no score")
         # If the plain pass overflows, there is no number to compare with.
         elif is_readable and scored.value is not None and math.isfinite(plain):
             difference, noise = (abs(x - plain) / (1 + abs(plain)) for x in (scored.value, exact))
-            differences.append((difference, noise))
-            if not difference <= widen_by_noise(self._text_bound, noise, _MAX_TEXT_BOUND):
-                end = self._tokenizer.decode(ids[-40:])
-                errors.append(
-                    f"{scored.value:.6g}, not {plain:.6g}, for the text that ends with {end!r}"
-                )
+            end = self._tokenizer.decode(ids[-40:])
+            result.check_difference(
+                f"the score {scored.value:.6g} of the text that ends with {end!r}, where it is "
+                f"{plain:.6g},",
+                "score",
+                difference,
+                widen_by_noise(self._text_bound, noise, _MAX_TEXT_BOUND),
+            )
+            return [(difference, noise)]
+        return []
 
     def _has_markup(self, scored: ScoredCompletion) -> bool:
         """Returns whether the policy or a tool wrote out the text of a special token.
@@ -191,31 +200,3 @@ class RewardModelCheck:
         device = next(self._model.parameters()).device
         with use_plain_attention(self._model.model):
             return float(self._model.plain_score(torch.tensor(ids, device=device)))
-
-
-def _raise_if_different(
-    name: str, ranks: list[tuple[list[str], list[tuple[float, float]]]], mean_bound: float
-) -> float | None:
-    """Returns the largest difference over all ranks, or None without any text. Runs on rank 0.
-
-    `ranks` has (errors, differences) of each rank. Raises RewardModelCheckError if any rank has an
-    error, or if the mean difference is above its bound."""
-    errors = describe_errors(errors for errors, _ in ranks)
-    pairs = [pair for _, pairs in ranks for pair in pairs]
-    differences = [difference for difference, _ in pairs]
-    # A pair of zeros changes no sum, and there are two columns even without a text.
-    columns = zip(*pairs, (0.0, 0.0), strict=True)
-    mean, noise = (sum(column) / max(len(pairs), 1) for column in columns)
-    mean_bound = widen_by_noise(mean_bound, noise, MAX_SCORE_BOUND)
-    # The mean of several texts has a smaller bound than the difference of one.
-    if not errors and len(differences) >= _NUM_TEXTS and not mean <= mean_bound:
-        errors = (
-            f"by {mean:.3g} * (1 + |score|) on average over {len(differences)} texts; rounding "
-            f"explains at most {mean_bound:.3g}"
-        )
-    if errors:
-        raise RewardModelCheckError(
-            f"reward model {name!r} gives other scores than transformers does with its weights and "
-            f"template: {errors}"
-        )
-    return max(differences, default=None)

@@ -18,8 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.config.schema import MOMENT_BLOCK, OptimizerConfig
-from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.session import Session
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import (
@@ -43,18 +40,18 @@ from grpo_spmd.model.policy import Policy, hf_named_parameters
 from grpo_spmd.model.sharding import as_matrix, first_matrix_row, reshard
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
 from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
     GradientCheck,
     SignalProofs,
-    UpdateCheckSettings,
+    UpdateCheckError,
     check_no_gradient,
     count_loss,
-    describe_errors,
     gradient_squares,
+    raise_if_wrong,
     sum_over_ranks,
 )
 from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
-from grpo_spmd.records import Decision, MicroBatch, RolloutBatch
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
+from grpo_spmd.records import Decision, RolloutBatch
 
 _log = logging.getLogger("grpo_spmd")
 # The number of optimizer steps that are followed after an early check (first and third step) and
@@ -65,13 +62,6 @@ _LATER_WINDOW = 2
 # of rows of each.
 _NUM_TENSORS = 8
 _NUM_ROWS = 4
-
-
-class UpdateCheckError(RuntimeError):
-    """The trainer's numbers differ from those of a plain recomputation."""
-
-    # The report of a failure prints the whole message.
-    says_all = True
 
 
 class UpdateCheck(UpdateObserver):
@@ -99,7 +89,7 @@ class UpdateCheck(UpdateObserver):
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as read from the model's files.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(settings, tokenizer, counts_rows=policy.counts_rows)
+        self._batch_check = BatchCheck(settings, tokenizer)
         self._gradients = GradientCheck(policy, updater, settings, signals)
         # In the first steps of a critic's warm-up the policy makes no optimizer step.
         num_steps = settings.training.num_steps - settings.warmup_steps
@@ -110,8 +100,6 @@ class UpdateCheck(UpdateObserver):
         self._schedule = ProofSchedule(settings.every_steps)
         self._num_runs = 0
         self._step = 0
-        # The number of optimizer steps that are still to be followed.
-        self._window = 0
         self._seconds = 0.0
         # True from the check of a step until its update begins.
         self._expects_update = False
@@ -135,8 +123,8 @@ class UpdateCheck(UpdateObserver):
         if not self._schedule.is_due(step):
             # The batch is also checked in the step after the first one, while its optimizer steps
             # are followed: the first step cannot show faults from one step to the next.
-            if self._window and self._num_runs == 1:
-                self._raise_if_wrong([self._batch_check.run(sampled, batch, decision)])
+            if self._adamw.window and self._num_runs == 1:
+                raise_if_wrong([self._batch_check.run(sampled, batch, decision)], self._claim)
                 self._seconds = time.perf_counter() - start
             return
         self._num_runs += 1
@@ -161,10 +149,9 @@ class UpdateCheck(UpdateObserver):
         ]
         rewards = self._batch_check.rewards_of(sampled, decision)
         results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
-        self._window = _EARLY_WINDOW if is_early else _LATER_WINDOW
-        self._adamw.open()
+        results.append(self._adamw.open(_EARLY_WINDOW if is_early else _LATER_WINDOW, self._claim))
         # The checks above only collect errors: here those of any rank end the step on all ranks.
-        metrics = self._raise_if_wrong([*results, self._adamw.result])
+        metrics = raise_if_wrong(results, self._claim)
         self._seconds = time.perf_counter() - start
         if is_first:
             _log.info(
@@ -175,13 +162,18 @@ class UpdateCheck(UpdateObserver):
                 metrics.get("loss", 0.0),
                 metrics.get("gradient", 0.0),
                 metrics["advantages"],
-                self._window,
+                self._adamw.window,
             )
 
     @property
     def _is_frozen(self) -> bool:
         """True in the steps in which only a critic learns."""
         return 0 < self._step <= self._settings.warmup_steps
+
+    @property
+    def _claim(self) -> str:
+        """The beginning of the message of an error."""
+        return f"step {self._step}: the update is not what a plain recomputation of it gives"
 
     def metrics(self) -> dict[str, float]:
         """Returns a metric: the seconds that the check took in this step."""
@@ -196,26 +188,19 @@ class UpdateCheck(UpdateObserver):
                 f"{self._settings.warmup_steps} steps, which are the critic's alone "
                 "(critic.warmup_steps)"
             )
-        if self._window:
-            with self._timed():
-                self._adamw.begin(mini_batch)
+        with self._timed():
+            self._adamw.before_backward(mini_batch)
 
     def after_backward(self) -> None:
         """Collective. Reads the gradients of a mini-batch before they are clipped."""
-        if self._window:
-            with self._timed():
-                self._adamw.read_gradients()
+        with self._timed():
+            self._adamw.after_backward()
 
     def after_step(self, is_made: bool) -> None:
-        """Collective. Compares weights and moments after the step with those of the plain AdamW.
-
-        `is_made` is False if the optimizer step was skipped: then nothing may have changed. Raises
-        Rank0Error on every rank if something is wrong."""
-        if self._window:
-            with self._timed():
-                self._adamw.end(is_made)
-                self._raise_if_wrong([self._adamw.result])
-                self._window -= 1
+        """Collective. Compares weights and moments with those of the plain AdamW. See
+        AdamwCheck."""
+        with self._timed():
+            self._adamw.after_step(is_made)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -279,60 +264,28 @@ class UpdateCheck(UpdateObserver):
         """Collective. Checks the old and reference logprobs that the first, second and last
         micro-batch hold for the loss, by scoring them again."""
         result = CheckResult()
+        old_by_engine = self._settings.loss.old_logprobs == "engine"
+        needs_old = old_by_engine or len(batch.mini_batches) > 1
         for row in rows_to_check(batch.micro_batches):
-            self._check_row(result, row, has_several_updates=len(batch.mini_batches) > 1)
+            lacks_old = needs_old and row.old_logprobs is None
+            if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
+                result.errors.append(
+                    "the loss is not given the old or reference logprobs that it needs"
+                )
+            for name, attached, score in (
+                ("old", row.old_logprobs, None if old_by_engine else self._policy),
+                ("reference", row.ref_logprobs, self._reference),
+            ):
+                if attached is not None and score is not None:
+                    result.check_difference(
+                        f"the {name} logprob that the loss is given, in nats on average,",
+                        "attached",
+                        float((score(row)[0] - attached).abs().nan_to_num().mean()),
+                        self._gradients.repeated_score_bound,
+                    )
         # No backward pass follows that would free the gathered parameters.
         reshard(self._policy)
         return result
-
-    def _check_row(self, result: CheckResult, row: MicroBatch, has_several_updates: bool) -> None:
-        """Collective. Scores a row again, and compares the result with the old and reference
-        logprobs that it holds. `has_several_updates`: the step has several mini-batches."""
-        old_by_engine = self._settings.loss.old_logprobs == "engine"
-        needs_old = old_by_engine or has_several_updates
-        lacks_old = needs_old and row.old_logprobs is None
-        if lacks_old or (row.ref_logprobs is None) != (self._reference is None):
-            result.errors.append(
-                "the loss is not given the old or reference logprobs that it needs"
-            )
-        for name, attached, score in (
-            ("old", row.old_logprobs, None if old_by_engine else self._policy),
-            ("reference", row.ref_logprobs, self._reference),
-        ):
-            if attached is not None and score is not None:
-                result.check_difference(
-                    f"the {name} logprob that the loss is given, in nats on average,",
-                    "attached",
-                    float((score(row)[0] - attached).abs().nan_to_num().mean()),
-                    self._gradients.repeated_score_bound,
-                )
-
-    def _raise_if_wrong(self, results: list[CheckResult]) -> dict[str, float]:
-        """Collective. Raises Rank0Error on every rank if any rank has an error; else returns the
-        largest metrics over all ranks."""
-        return raise_if_wrong(results, f"step {self._step}: the update")
-
-
-def raise_if_wrong(results: list[CheckResult], subject: str) -> dict[str, float]:
-    """Collective. Raises Rank0Error on every rank if any rank has an error; else returns, for each
-    metric, the largest value over all ranks. The error's message begins with `subject`."""
-    errors = [text for result in results for text in result.errors]
-    metrics = [pair for result in results for pair in result.metrics.items()]
-    return on_rank0(partial(_combine, subject=subject), [errors, metrics])
-
-
-def _combine(
-    by_rank: list[tuple[list[str], list[tuple[str, float]]]], subject: str
-) -> dict[str, float]:
-    """Returns the largest value of each metric over ranks. Runs on rank 0. `by_rank` has (errors,
-    metrics) of each rank. Raises UpdateCheckError if any rank has an error."""
-    errors = describe_errors(errors for errors, _ in by_rank)
-    if errors:
-        raise UpdateCheckError(f"{subject} is not what a plain recomputation of it gives: {errors}")
-    largest: dict[str, float] = {}
-    for key, value in chain.from_iterable(metrics for _, metrics in by_rank):
-        largest[key] = max(value, largest.get(key, 0.0))
-    return largest
 
 
 # AdamW written out.
@@ -364,7 +317,7 @@ class _Shadow:
     """The gradient before clipping."""
 
 
-class AdamwCheck:
+class AdamwCheck(UpdateObserver):
     """Follows optimizer steps, and computes the weights and moments that each should leave."""
 
     def __init__(
@@ -395,15 +348,22 @@ class AdamwCheck:
             if same_kind:
                 self._followed.append(min(same_kind, key=lambda pair: (pair[1].numel(), pair[0])))
         self._shadows: list[_Shadow] = []
+        # The number of optimizer steps that are still to be followed.
+        self.window = 0
         # The errors in the optimizer steps since `open`.
-        self.result = CheckResult()
+        self._result = CheckResult()
+        self._claim = ""
         self._num_updates = 0
         self._clip_factor = 1.0
 
-    def open(self) -> None:
-        """Starts to follow the optimizer, before one of its steps: copies weights and moments. The
-        moments of a fresh optimizer are 0."""
-        self.result = CheckResult()
+    def open(self, window: int, claim: str) -> CheckResult:
+        """Starts to follow the optimizer over its next `window` steps: copies weights and moments,
+        of which the latter are 0 in a fresh optimizer. Returns what is wrong with its settings.
+
+        `claim` is the beginning of the message of a later error."""
+        self.window = window
+        self._result = CheckResult()
+        self._claim = claim
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
         self._check_groups()
@@ -414,10 +374,11 @@ class AdamwCheck:
             self._shadows.append(shadow)
             num_steps = int(self._updater.optimizer.state.get(parameter, {}).get("step", 0))
             if num_steps != self._num_updates:
-                self.result.errors.append(
+                self._result.errors.append(
                     f"the optimizer counts {num_steps} steps of {name}, and {self._num_updates} "
                     "updates were made"
                 )
+        return self._result
 
     def _moments(self, parameter: DTensor) -> dict[str, Tensor]:
         """Returns the optimizer's moments of a parameter on the host, with 8-bit codes decoded.
@@ -435,20 +396,24 @@ class AdamwCheck:
         """Returns whether the moments of this parameter are stored as 8-bit codes."""
         return self._config.name == "adamw_8bit" and parameter.ndim > 1
 
-    def begin(self, mini_batch: MiniBatch) -> None:
+    def before_backward(self, mini_batch: MiniBatch) -> None:
         """Collective. Checks the denominators, and that no gradient is left from before."""
-        check_no_gradient(self.result, self._policy.named_parameters())
+        if not self.window:
+            return
+        check_no_gradient(self._result, self._policy.named_parameters())
         micro_batches, *denominators = mini_batch
         counts = sum_over_ranks(count_loss(micro_batches if self._counts_rows else []))
         if counts != denominators:
-            self.result.errors.append(
+            self._result.errors.append(
                 f"the loss divides by {denominators} tokens and sequences, and {counts} count over "
                 "all ranks"
             )
 
-    def read_gradients(self) -> None:
+    def after_backward(self) -> None:
         """Collective. Reads the gradients of the followed tensors, and computes the clip factor
         from the norm of the whole gradient over all shards, without FSDP's help."""
+        if not self.window:
+            return
         squares = sum_over_ranks([sum(gradient_squares(self._policy).values())])
         norm = math.sqrt(squares[0])
         self._clip_factor = min(1.0, self._config.max_grad_norm / (norm + 1e-6))
@@ -456,15 +421,22 @@ class AdamwCheck:
             grad = shadow.parameter.grad
             shadow.gradient = torch.zeros_like(shadow.weights) if grad is None else _to_host(grad)
 
-    def end(self, is_made: bool) -> None:
-        """Compares the weights and moments that the step left with those that it should have
-        left."""
+    def after_step(self, is_made: bool) -> None:
+        """Collective. Compares the weights and moments that the step left with those that it should
+        have left.
+
+        `is_made` is False if the optimizer step was skipped: then nothing may have changed. Raises
+        Rank0Error on every rank if something is wrong."""
+        if not self.window:
+            return
         self._num_updates += is_made
         for shadow in self._shadows:
             previous = shadow.weights
             if is_made:
                 self._step(shadow)
             self._compare(shadow, previous)
+        raise_if_wrong([self._result], self._claim)
+        self.window -= 1
 
     def _step(self, shadow: _Shadow) -> None:
         """Makes AdamW's step on a shadow (Loshchilov and Hutter 2019)."""
@@ -537,7 +509,7 @@ class AdamwCheck:
         )
         is_wrong = (codes.abs() < low) | (codes.abs() > high) | ((codes * expected < 0) & (low > 0))
         if is_wrong.any():
-            self.result.errors.append(
+            self._result.errors.append(
                 f"{int(is_wrong.sum())} of {codes.numel()} 8-bit codes of AdamW's {key} of "
                 f"{shadow.name} are wrong"
             )
@@ -546,7 +518,7 @@ class AdamwCheck:
         """Records `error` relative to `size`, that of what is compared, and compares it with
         `bound`."""
         relative = error / size if size else float(error > 0)
-        self.result.check_difference(f"{subject}, relative to its size,", "AdamW", relative, bound)
+        self._result.check_difference(f"{subject}, relative to its size,", "AdamW", relative, bound)
 
     def _check_groups(self) -> None:
         """Checks the optimizer's settings and its list of tensors.
@@ -560,12 +532,12 @@ class AdamwCheck:
             settings = {"betas": tuple(group["betas"]), "eps": group["eps"]}
             decays = {self._config.weight_decay if p.ndim > 1 else 0.0 for p in group["params"]}
             if settings != expected or decays != {group["weight_decay"]}:
-                self.result.errors.append(
+                self._result.errors.append(
                     f"the optimizer has {settings} and weight_decay {group['weight_decay']} where "
                     f"{expected} and {sorted(decays)} are asked for"
                 )
         if sorted(ids) != sorted(id(p) for p in self._policy.parameters() if p.requires_grad):
-            self.result.errors.append(
+            self._result.errors.append(
                 f"the optimizer has {len(ids)} tensors, which are not those that train, each once"
             )
 

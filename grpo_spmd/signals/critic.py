@@ -39,7 +39,7 @@ from grpo_spmd.learn.advantages import (
     variance,
     whitening,
 )
-from grpo_spmd.learn.contexts import row_contexts
+from grpo_spmd.learn.contexts import RowContext, row_contexts
 from grpo_spmd.learn.losses import kl_estimate
 from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.step_messages import revise_decision
@@ -55,16 +55,10 @@ from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import Policy
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.model.values import PolicyValues, ValueModel, build_value_model
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-    bound_by_noise,
-    join_ranks,
-    sum_over_ranks,
-)
-from grpo_spmd.proofs.plain_forward import padded_routes, use_float32, use_plain_attention
-from grpo_spmd.proofs.plain_loss import plain_kl
+from grpo_spmd.proofs.gradient_check import bound_by_noise, join_ranks, sum_over_ranks
+from grpo_spmd.proofs.plain import padded_routes, plain_kl, use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import Completion, Decision, MicroBatch, RolloutBatch
 from grpo_spmd.signals.value_proofs import (
     MAX_VALUE_BOUND,
@@ -140,8 +134,7 @@ class Critic(Learner):
     def check(self, settings: UpdateCheckSettings) -> CriticCheck:
         """Returns the running check of this critic, and makes it observe the critic's updates from
         now on."""
-        has_own_layers = self.value_head is None
-        updates = CriticUpdateCheck(self, self._config, settings, has_layers=has_own_layers)
+        updates = CriticUpdateCheck(self, self._config, settings)
         self._observer = updates
         return CriticCheck(self.model, self._config, settings, updates)
 
@@ -150,7 +143,9 @@ class Critic(Learner):
         return {name: cast(DTensor, parameter) for name, parameter in self.model.named_parameters()}
 
     @torch.no_grad()
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, *_: object
+    ) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches.
 
         Before the call, `advantages` of a micro-batch holds rewards, each at the token for which it
@@ -389,7 +384,9 @@ class PolicyCritic(Critic):
         """New value targets for the synthetic rows of the policy's gradient check."""
         return ValueTargets(self, self._config)
 
-    def attach(self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck) -> Decision:
+    def attach(
+        self, batch: RolloutBatch, decision: Decision, stop_check: StopCheck, *_: object
+    ) -> Decision:
         """Collective. Writes values, returns and advantages into the micro-batches; see
         Critic.attach."""
         # A new step begins, in which the policy has not been updated yet.
@@ -419,7 +416,7 @@ class PolicyCritic(Critic):
             self.model.reshard()
 
 
-def open_critic_model(config: Config, policy: Policy, session: Session) -> Critic:
+def open_critic(config: Config, policy: Policy, session: Session) -> Critic:
     """Collective. Builds the model of critic.path, or with `critic.path: policy` a value head on
     the policy. Raises ConfigError for a model that cannot be a critic."""
     if config.critic.is_on_policy:
@@ -459,7 +456,7 @@ class CriticCheck:
         model: ValueModel | PolicyValues,
         config: CriticConfig,
         settings: UpdateCheckSettings,
-        updates: CriticUpdateCheck | None = None,
+        updates: CriticUpdateCheck,
     ) -> None:
         """`updates` checks the critic's gradient in this step, and its optimizer steps in this step
         and the next ones."""
@@ -508,8 +505,7 @@ class CriticCheck:
                 row.advantages.cpu().numpy(),
                 np.where(mask, (plain - mean) / deviation, 0.0),
             )
-        if self._updates is not None:
-            self._updates.run(result, sampled.groups, batch)
+        self._updates.run(result, sampled.groups, batch)
         return result
 
     @torch.no_grad()
@@ -530,46 +526,33 @@ class CriticCheck:
             )
         row = rows[0]
         contexts = [c for c in row_contexts(row) if c.sampled_at[0] <= _MAX_PROMPT_TOKENS]
-        contexts = contexts[:_NUM_SEQUENCES]
-        # Each sequence is cut _NUM_TOKENS - 1 tokens after its prompt. A rank without a context
-        # makes the pass with one token, because the pass is collective.
-        ends = [int(context.sampled_at[0]) - 1 + _NUM_TOKENS for context in contexts]
-        ids = [
-            row.input_ids.new_tensor(context.token_ids[:end])
-            for context, end in zip(contexts, ends, strict=True)
-        ]
+        contexts = [_cut(context) for context in contexts[:_NUM_SEQUENCES]]
+        # A rank without a context makes the pass with one token, because the pass is collective.
+        ids = [row.input_ids.new_tensor(context.token_ids) for context in contexts]
         padded = pad_sequence(ids or [row.input_ids[:1]], batch_first=True)
         routes = padded_routes(contexts, padded.shape[1], padded.device)
 
-        def compared(values: Tensor) -> Tensor:
-            """Returns the compared tokens' values, taken from `values` [S, L]; without a context
-            all values of the placeholder."""
+        def plain_pass() -> Tensor:
+            """Returns the plain values of the compared tokens; without a context of the
+            placeholder."""
+            values = plain_values(self._model, padded, routes)
             # A token's value is the one at the position before it, which predicts the token.
-            pieces = [
-                values[number, context.sampled_at[context.sampled_at <= end] - 1]
-                for number, (context, end) in enumerate(zip(contexts, ends, strict=True))
-            ]
+            pieces = [values[n, context.sampled_at - 1] for n, context in enumerate(contexts)]
             return torch.cat(pieces or [values[0]])
+
+        def measure_noise() -> float:
+            model = self._model
+            with use_float32(model.policy if isinstance(model, PolicyValues) else model):
+                return relative_size(plain_pass() - expected, expected)
 
         difference = 0.0
         with random_head(self._model.head):
             by_trainer = self._model(row)
             with use_plain_attention(self._model.backbone):
-                expected = compared(plain_values(self._model, padded, routes))
+                expected = plain_pass()
                 if contexts:
-                    tokens = [
-                        context.tokens[context.sampled_at <= end]
-                        for context, end in zip(contexts, ends, strict=True)
-                    ]
-                    by_trainer = by_trainer[np.concatenate(tokens)]
+                    by_trainer = by_trainer[np.concatenate([c.tokens for c in contexts])]
                     difference = relative_size(by_trainer - expected, expected)
-
-                def measure_noise() -> float:
-                    model = self._model
-                    with use_float32(model.policy if isinstance(model, PolicyValues) else model):
-                        exact = compared(plain_values(model, padded, routes))
-                    return relative_size(exact - expected, expected)
-
                 bound = bound_by_noise(self._bound, difference, measure_noise, MAX_VALUE_BOUND)
         reshard(self._model)
         result.check_difference(
@@ -619,6 +602,18 @@ class CriticCheck:
             policy_returns = lambda_returns(rewards, values[tokens], config.gamma, lam)
             advantages[tokens] = policy_returns - values[tokens]
         return advantages
+
+
+def _cut(context: RowContext) -> RowContext:
+    """Returns the context without the tokens that are not compared."""
+    end = int(context.sampled_at[0]) - 1 + _NUM_TOKENS
+    is_compared = context.sampled_at <= end
+    return dataclasses.replace(
+        context,
+        token_ids=context.token_ids[:end],
+        sampled_at=context.sampled_at[is_compared],
+        tokens=context.tokens[is_compared],
+    )
 
 
 def lambda_returns(rewards: Numbers, values: Numbers, gamma: float, lam: float) -> Numbers:

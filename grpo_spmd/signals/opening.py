@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from grpo_spmd.checks.inputs import Inputs
 from grpo_spmd.checks.memory import judge_prompt_tokens
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.rules import check_known_rewards
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.distributed.preemption import Preemption
 from grpo_spmd.distributed.reductions import Reductions
 from grpo_spmd.distributed.session import Session
@@ -27,7 +27,8 @@ from grpo_spmd.learn.sampled_step import SampledStep
 from grpo_spmd.learn.update import StopCheck, ValueHead
 from grpo_spmd.model.offload import OffloadableModel
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import SignalProofs, UpdateCheckSettings
+from grpo_spmd.proofs.gradient_check import SignalProofs
+from grpo_spmd.proofs.synthetic import UpdateCheckSettings
 from grpo_spmd.records import Decision, Prompt, RolloutBatch
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import watched_rewards
@@ -52,29 +53,29 @@ def open_rewards(
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
-    # Only the first rank of an engine starts environments, so only it knows their rewards.
-    if environments is not None and session.rank % config.rollout.engine_ranks == 0:
-        check_known_rewards(config, environments.weights)
-    log_file = Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log")
-    called = config.pool_rewards
-    functions = called if environments is None else environments.other_rewards
-    check = preemption.check_scoring
-    ranks = session.rank, session.world_size
-    weights = {reward.metric_name: reward.weight for reward in config.rewards}
+    functions: Sequence[RewardConfig] = config.pool_rewards
+    weights = {reward.metric_name: reward.weight for reward in functions}
+    scorers = []
+    if environments is not None:
+        # Only the first rank of an engine starts environments, so only it knows their rewards.
+        if session.rank % config.rollout.engine_ranks == 0:
+            check_known_rewards(config, environments.weights)
+        functions = environments.other_rewards
+        weights = environments.weights
+        scorers = [environments.scorer]
+    config_weights = {reward.metric_name: reward.weight for reward in config.rewards}
     pool = RewardPool(
         functions,
         config.reward_pool,
-        log_file,
+        Path(config.run_dir, "logs", f"rewards_rank_{session.rank}.log"),
         columns=inputs.columns,
-        check=check,
-        ranks=ranks,
-        watched=watched_rewards(weights | (environments.weights if environments else {})),
+        check=preemption.check_scoring,
+        ranks=(session.rank, session.world_size),
+        watched=watched_rewards(config_weights | weights),
         secrets=config.secret_variables,
     )
     score = preemption.guard(functools.partial(pool.score, tokenizer=tokenizer))
-    if environments is None:
-        return pool, Scorers(score, {reward.metric_name: reward.weight for reward in functions})
-    return pool, Scorers(score, environments.weights, [environments.scorer])
+    return pool, Scorers(score, weights, scorers)
 
 
 def open_reward_models(
@@ -140,10 +141,9 @@ class Signals:
     critic: Critic | None = None
     teacher: Teacher | None = None
 
-    @property
-    def _active(self) -> list[Critic | Teacher]:
-        """The signals that the run has."""
-        return [signal for signal in (self.critic, self.teacher) if signal is not None]
+    def __iter__(self) -> Iterator[Critic | Teacher]:
+        """Yields the signals that the run has, the critic first."""
+        yield from (signal for signal in (self.critic, self.teacher) if signal is not None)
 
     @property
     def value_head(self) -> ValueHead | None:
@@ -154,7 +154,7 @@ class Signals:
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
         """The models of all signals, each with its optimizer."""
-        return [model for signal in self._active for model in signal.offloadable_models]
+        return [model for signal in self for model in signal.offloadable_models]
 
     def freezes_policy(self, step: int) -> bool:
         """Returns True in the first `critic.warmup_steps` steps of a run, in which only the critic
@@ -166,25 +166,22 @@ class Signals:
     ) -> Decision:
         """Collective. Calls `attach` of the critic, which replaces rewards by advantages, and then
         of the teacher. Returns the decision that both have revised."""
-        if self.critic is not None:
-            decision = self.critic.attach(batch, decision, stop_check)
-        if self.teacher is not None:
-            decision = self.teacher.attach(batch, decision, stop_check, sampled)
+        for signal in self:
+            decision = signal.attach(batch, decision, stop_check, sampled)
         return decision
 
     def update(self, batch: RolloutBatch) -> Reductions:
         """Collective. Calls `update` of all signals. Returns their metrics together."""
         metrics: Reductions = {}
-        for signal in self._active:
+        for signal in self:
             metrics |= signal.update(batch)
         return metrics
 
     def proofs(self, settings: UpdateCheckSettings) -> SignalProofs:
         """Returns what the signals contribute to the running check of the update."""
-        teacher = self.teacher
         return SignalProofs(
-            [signal.check(settings) for signal in self._active],
-            None if teacher is None else functools.partial(teacher.random_teacher, settings),
+            [signal.check(settings) for signal in self],
+            None if self.teacher is None else self.teacher.config,
             None if self.critic is None else self.critic.value_targets,
         )
 
@@ -200,40 +197,22 @@ def open_signals(
     """Collective. Builds the models of the run's critic and teachers.
 
     `reference` is the run's reference model, which a teacher may share. `prompt_at` returns the
-    prompt at a position of the prompt stream. Raises ConfigError.
+    prompt at a position of the prompt stream. Raises ConfigError, also for a model that cannot be a
+    critic.
     """
-    critic = open_critic(config, policy, session)
-    teacher = open_teacher(config, policy, session, reference, prompt_at, tokenizer)
-    return Signals(critic=critic, teacher=teacher)
+    critic: Critic | None = None
+    teacher: Teacher | None = None
+    # Each module is imported only if the config asks for it.
+    if config.critic.path is not None:
+        from grpo_spmd.signals.critic import open_critic
 
-
-def open_critic(config: Config, policy: Policy, session: Session) -> Critic | None:
-    """Collective. Returns the critic, or None if the config has none. Raises ConfigError for a
-    model that cannot be a critic."""
-    if config.critic.path is None:
-        return None
-    # Imported only if the run has a critic.
-    from grpo_spmd.signals.critic import open_critic_model
-
-    return open_critic_model(config, policy, session)
-
-
-def open_teacher(
-    config: Config,
-    policy: Policy,
-    session: Session,
-    reference: object,
-    prompt_at: Callable[[int], Prompt] | None,
-    tokenizer: Any,
-) -> Teacher | None:
-    """Collective. Returns all teachers as one signal, or None if the config has none. Raises
-    ConfigError."""
-    if not config.teacher.is_on:
-        return None
+        critic = open_critic(config, policy, session)
     if config.teacher.url:
         from grpo_spmd.signals.served_teacher import open_served_teacher
 
-        return open_served_teacher(config, policy, session, prompt_at, tokenizer)
-    from grpo_spmd.signals.teacher import open_model_teacher
+        teacher = open_served_teacher(config, policy, session, prompt_at, tokenizer)
+    elif config.teacher.is_on:
+        from grpo_spmd.signals.teacher import open_model_teacher
 
-    return open_model_teacher(config, policy, session, reference, prompt_at, tokenizer)
+        teacher = open_model_teacher(config, policy, session, reference, prompt_at, tokenizer)
+    return Signals(critic, teacher)

@@ -31,10 +31,7 @@ from grpo_spmd.learn.step_messages import revise_decision
 from grpo_spmd.learn.update import StopCheck
 from grpo_spmd.model.logprobs import MIN_LOGPROB, TeacherDivergence, TokenIndices, TopTeacher
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-)
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import Decision, MicroBatch, Prompt, RolloutBatch
 from grpo_spmd.rewards.client import PositionLogprobs, PromptLogprobs, ServerCalls
 from grpo_spmd.rewards.pool.call_limits import CallLimits
@@ -312,7 +309,7 @@ class ServerCheck(TeacherCheck):
         return rollout_id not in self._served.unanswered
 
     def _compare(
-        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+        self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
         """Collective. As TeacherCheck._compare; with `of_noise` there are no differences."""
         # The server cannot be asked for another dtype, so its rounding cannot be measured.

@@ -48,14 +48,10 @@ from grpo_spmd.model.lora import adapters_at_zero, adapters_off
 from grpo_spmd.model.offload import OffloadableModel, copy_to_device
 from grpo_spmd.model.policy import DTYPES, Policy, Term, build_policy
 from grpo_spmd.model.sharding import gather_rows, reshard
-from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
-    bound_by_noise,
-    join_ranks,
-)
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.gradient_check import bound_by_noise, join_ranks
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.proofs.schedule import rows_to_check
+from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import (
     Decision,
     Fields,
@@ -102,8 +98,8 @@ class TeacherRequest:
     """None: the policy's own prompt."""
 
 
-# A function of a Prompt, and with teacher.prompt_template also of the columns that rewards wrote.
-RequestFor = Callable[..., TeacherRequest]
+# A function of a Prompt and of the columns that rewards wrote about one of its completions.
+RequestFor = Callable[[Prompt, Fields], TeacherRequest]
 # Requests by rollout id. None: a single teacher scores all rollouts with the policy's own prompts.
 Requests = Mapping[int, TeacherRequest] | None
 
@@ -179,10 +175,6 @@ class Teacher:
         """Returns the running check of this signal."""
         return TeacherCheck(self, settings)
 
-    def random_teacher(self, settings: UpdateCheckSettings) -> RandomTeacher:
-        """Returns a teacher for the synthetic rows of the gradient check."""
-        return RandomTeacher(self.config, self.policy, settings)
-
     def requests(self, decision: Decision, sampled: SampledStep | None) -> Requests:
         """Collective. Returns the requests for the rollouts of all ranks."""
         if self._request_for is None or self._prompt_at is None:
@@ -203,7 +195,7 @@ class Teacher:
         return {
             slot * group_size + sample: request
             for slot, position in enumerate(positions)
-            for request in [self._request_for(self._prompt_at(position))]
+            for request in [self._request_for(self._prompt_at(position), {})]
             for sample in range(group_size)
         }
 
@@ -214,15 +206,13 @@ class Teacher:
         trains on, made from its prompt and from what rewards wrote about it."""
         if self._request_for is None:
             return
-        has_template = self.config.prompt_template is not None
         # The number of completions in the groups before; `notes` counts completions over groups.
         num_earlier = 0
         for group in sampled.groups:
             for number, rollout_id in enumerate(decision.rollout_ids(group), num_earlier):
                 extra = sampled.scored.notes.get(number, {}).get("extra", {})
                 written = {name: value for log in extra.values() for name, value in log.items()}
-                arguments = (written,) if has_template else ()
-                yield rollout_id, self._request_for(group.prompt, *arguments)
+                yield rollout_id, self._request_for(group.prompt, written)
             num_earlier += len(group.completions)
 
     def count_prompts(self, decision: Decision, requests: Requests) -> Decision:
@@ -265,23 +255,20 @@ class Teacher:
     ) -> TeacherSignal:
         """Returns a row's signal made from `scored`: pairs of the indices of completion tokens
         (None: all) and a teacher's scores of these tokens."""
-        coef = self.config.coef
-        masks = {}
+        signal = TeacherSignal(self.config.coef)
         if requests is not None and len(self.config.names) > 1:
             for name in self.config.names:
                 is_asked = [requests[i].teacher == name for i in row.rollout_ids]
-                masks[name] = token_mask(row, is_asked)
+                signal.masks_by_teacher[name] = token_mask(row, is_asked)
         if self.config.loss != "sampled":
-            parts = [
-                (tokens, scores) for tokens, scores in scored if not isinstance(scores, Tensor)
-            ]
+            parts: Any = scored
             divergence = TeacherDivergence(parts, self.config.beta, self.policy.logits)
-            return TeacherSignal(coef, divergence=divergence, masks_by_teacher=masks)
+            return dataclasses.replace(signal, divergence=divergence)
         logprobs = torch.zeros_like(row.rollout_logprobs)
         for tokens, scores in scored:
             assert isinstance(scores, Tensor)
             logprobs = scores if tokens is None else logprobs.index_copy(0, tokens, scores)
-        return TeacherSignal(coef, logprobs, masks_by_teacher=masks)
+        return dataclasses.replace(signal, logprobs=logprobs)
 
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
@@ -408,11 +395,11 @@ def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
     # The teacher's prompts, by row of the data file; with `teacher_data` no row is dropped.
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
-    def request_for(prompt: Prompt, written: Fields | None = None) -> TeacherRequest:
+    def request_for(prompt: Prompt, written: Fields) -> TeacherRequest:
         """Returns the prompt's request. `written` has the columns that rewards wrote."""
         name = "" if has_one else str(prompt.columns["teacher"])
         token_ids = None if prompts is None else prompts[prompt.row].token_ids
-        filled = None if template is None else fill_prompt(template, prompt, written or {})
+        filled = None if template is None else fill_prompt(template, prompt, written)
         if filled is not None:
             row = PromptRow(filled, {}, "teacher.prompt_template")
             token_ids = tokenize_batch([row], tokenizer)[0].tolist()
@@ -452,6 +439,8 @@ _NUM_TOKENS = 12
 # ones. Rollouts with _LONG or more such tokens are not compared, except the shortest if a teacher
 # has only such ones; rollouts with _TOO_LONG or more are never compared.
 _LONG, _TOO_LONG = 2048, 8192
+# A sequence of which no token is compared.
+_PLACEHOLDER = RowContext(-1, np.zeros(2, np.int64), np.ones(1, np.int64), np.zeros(0, np.int64))
 
 
 class TeacherCheck:
@@ -512,10 +501,9 @@ class TeacherCheck:
                 for c in _first_contexts(row, requests)
                 if requests is None or requests[c.rollout_id].teacher == name
             )
-            # The passes are collective, so every rank makes `num_rollouts` of them, if need be
-            # without a context.
-            for number in range(num_rollouts):
-                context = chosen[number] if number < len(chosen) else None
+            # The passes are collective, so every rank makes `num_rollouts` of them.
+            chosen += [_PLACEHOLDER] * (num_rollouts - len(chosen))
+            for context in chosen[:num_rollouts]:
                 differences.append(self._compare(source, row, context, of_noise=of_noise))
         joined = torch.cat(differences)
         return float(joined.mean()) if len(joined) else 0.0
@@ -578,29 +566,23 @@ class TeacherCheck:
             )
 
     def _compare(
-        self, source: Any, row: MicroBatch, context: RowContext | None, *, of_noise: bool
+        self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
-        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context,
-        and n = 0 if it is None.
+        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context.
 
         The signal is compared with a plain pass of the teacher, or with `of_noise` a plain pass in
         the model's dtype with one in float32."""
-        # Without a context the pass over two tokens is made only because it is collective.
-        token_ids = row.input_ids[:2]
-        tokens = predict_index = row.predict_index.new_zeros(1)
-        if context is not None:
-            # The context up to the last token that is compared.
-            first = context.sampled_at[0]
-            is_near = context.sampled_at <= max(first, _LONG - 1)
-            sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
-            new = row.input_ids.new_tensor
-            token_ids = new(context.token_ids[: sampled_at[-1] + 1])
-            tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
+        # The context up to the last token that is compared.
+        is_near = context.sampled_at <= max(context.sampled_at[0], _LONG - 1)
+        sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
+        new = row.input_ids.new_tensor
+        token_ids = new(context.token_ids[: sampled_at[-1] + 1])
+        tokens, predict_index = new(context.tokens[: len(sampled_at)]), new(sampled_at - 1)
         logits = exact = self._logits(source, token_ids, predict_index)
         if of_noise:
             with use_float32(source.model):
                 exact = self._logits(source, token_ids, predict_index)
-        if context is None or row.teacher_signal is None or logits is None or exact is None:
+        if not len(tokens) or row.teacher_signal is None or logits is None or exact is None:
             return torch.zeros(0, dtype=torch.float64)
         targets = row.target_ids[tokens]
         if of_noise:
@@ -673,93 +655,3 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
 def _digest(request: TeacherRequest) -> int:
     """Returns a checksum of a request: ranks exchange checksums instead of whole prompts."""
     return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())
-
-
-# The width of the hidden states of a RandomTeacher.
-_HIDDEN_SIZE = 8
-
-
-class RandomTeacher:
-    """A teacher for the synthetic rows of the gradient check (the SyntheticTeacher of
-    GradientCheck).
-
-    With teacher.loss: sampled, its scores are logprobs that the check fills in; else they are
-    random distributions from a fixed seed. `divergence` computes its term of the loss by the
-    formula, for comparison with the trainer's.
-    """
-
-    def __init__(
-        self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
-    ) -> None:
-        self.coef = config.coef
-        self._config = config
-        self._temperature = settings.rollout.temperature
-        self._dtype = DTYPES[settings.dtype]
-        self._generator = torch.Generator().manual_seed(0)
-        self._policy_logits = policy.logits
-        self._head = self._draw(policy.model.get_output_embeddings().weight.shape[0])
-        # For each row that holds a rollout: the logprobs [n, V], and with topk the ids [n, K] of
-        # the most probable tokens.
-        self._log_p: list[Tensor] = []
-        self._top_ids: list[Tensor] = []
-
-    @property
-    def is_sampled(self) -> bool:
-        """True if this teacher gives logprobs of the sampled tokens, False if distributions."""
-        return self._config.loss == "sampled"
-
-    def teach(self, row: MicroBatch) -> None:
-        """Attaches the teacher's signal to a row."""
-        if self.is_sampled:
-            row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
-            return
-        device = row.input_ids.device
-        hidden = self._draw(len(row.target_ids)).to(device)
-        head = self._head.to(device)
-        scores: WholeTeacher | TopTeacher = WholeTeacher(hidden, head, self._temperature, None)
-        if self._config.loss == "topk":
-            ids, logprobs = top_outcomes(
-                hidden,
-                head,
-                self._config.top_k,
-                temperature=self._temperature,
-                chunk=self._policy_logits.chunk,
-            )
-            scores = TopTeacher(ids, logprobs)
-        divergence = TeacherDivergence([(None, scores)], self._config.beta, self._policy_logits)
-        row.teacher_signal = TeacherSignal(self.coef, divergence=divergence)
-        # A row without rollouts has a placeholder token, which the plain computation lacks.
-        if row.rollout_ids:
-            self._log_p.append((hidden @ head.T).double().div(self._temperature).log_softmax(-1))
-            self._top_ids += [scores.ids] if isinstance(scores, TopTeacher) else []
-
-    def divergence(self, log_p: Tensor) -> Tensor:
-        """Returns the divergence [n], float64, between the teacher and the policy at all tokens of
-        all rows, where `log_p` [n, V] are the policy's logprobs.
-
-        It is written out by its formula, and its gradient is autograd's."""
-        beta = self._config.beta
-        s = log_p.double()
-        t = torch.cat([log_p[:0].double(), *self._log_p])
-        if self._top_ids:
-            ids = torch.cat(self._top_ids)
-            s = _top_and_rest(s, ids)
-            t = _top_and_rest(t, ids)
-        if beta == 0.0:
-            return (t.exp() * (t - s)).sum(-1)
-        if beta == 1.0:
-            return (s.exp() * (s - t)).sum(-1)
-        m = torch.logaddexp(s + math.log(1 - beta), t + math.log(beta))
-        return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
-
-    def _draw(self, num_rows: int) -> Tensor:
-        return torch.randn(num_rows, _HIDDEN_SIZE, generator=self._generator).to(self._dtype)
-
-
-def _top_and_rest(log_p: Tensor, ids: Tensor) -> Tensor:
-    """Returns the logprobs [n, K + 1] of the tokens `ids` [n, K], and last of all other tokens
-    together."""
-    # The rest is summed over the other tokens, because 1 minus the sum of the top tokens'
-    # probabilities would lose digits by cancellation.
-    rest = log_p.scatter(-1, ids, -math.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([log_p.gather(-1, ids), rest], -1)

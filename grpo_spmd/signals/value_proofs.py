@@ -26,25 +26,26 @@ from torch.distributed.tensor import DTensor
 from grpo_spmd.config.schema import CriticConfig
 from grpo_spmd.distributed.collectives import any_rank
 from grpo_spmd.learn.assemble import pack_rollouts
-from grpo_spmd.learn.update import MiniBatch, UpdateObserver
+from grpo_spmd.learn.update import MiniBatch
 from grpo_spmd.model.sharding import is_first_replica
 from grpo_spmd.model.values import PolicyValues, ValueModel, plain_states
 from grpo_spmd.proofs.gradient_check import (
-    CheckResult,
-    UpdateCheckSettings,
     bound_by_noise,
     check_no_gradient,
     count_loss,
     gradient_squares,
-    padded_contexts,
-    plain_routes,
     relative_difference,
-    short_rollouts,
     sum_over_ranks,
 )
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention, use_plain_routes
-from grpo_spmd.proofs.plain_loss import LossTerm
-from grpo_spmd.proofs.update_check import AdamwCheck, raise_if_wrong
+from grpo_spmd.proofs.plain import LossTerm, use_float32, use_plain_attention, use_plain_routes
+from grpo_spmd.proofs.synthetic import (
+    CheckResult,
+    UpdateCheckSettings,
+    padded_contexts,
+    plain_routes,
+    short_rollouts,
+)
+from grpo_spmd.proofs.update_check import AdamwCheck
 from grpo_spmd.records import MicroBatch, Rollout, RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
@@ -236,17 +237,12 @@ class ValueTargets(SyntheticTargets):
         self._critic.drop_gradient()
 
 
-class CriticUpdateCheck(UpdateObserver):
+class CriticUpdateCheck(AdamwCheck):
     """Checks a critic's training: `run` compares its loss and gradient with plain ones, and as an
     UpdateObserver it then recomputes the critic's next optimizer steps."""
 
-    def __init__(
-        self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings, has_layers: bool
-    ) -> None:
-        """`has_layers` is True for a critic that is a model of its own. The loss and gradient of a
-        value head on the policy are checked in the policy's gradient check."""
+    def __init__(self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings) -> None:
         self._critic = critic
-        self._has_layers = has_layers
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
         policy = settings.optimizer
@@ -254,9 +250,7 @@ class CriticUpdateCheck(UpdateObserver):
         ratio = config.lr / policy.lr if policy.lr else 0.0
         optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
         num_steps = settings.training.num_run_optimizer_steps
-        self._adamw = AdamwCheck(critic.model, critic, optimizer, num_steps)
-        # The number of optimizer steps that are still to be recomputed.
-        self._window = 0
+        super().__init__(critic.model, critic, optimizer, num_steps)
         # True from a check until the critic has been updated.
         self._expects_step = False
 
@@ -265,37 +259,25 @@ class CriticUpdateCheck(UpdateObserver):
         next _WINDOW optimizer steps be recomputed."""
         if self._expects_step:
             result.errors.append("the critic has made no update since the last check")
-        if self._has_layers:
-            self._check_gradient(result, groups, batch.micro_batches)
-        self._adamw.open()
-        result.errors.extend(self._adamw.result.errors)
-        self._window = _WINDOW
+        # The loss and gradient of a value head on the policy are checked with the policy's.
+        if isinstance(self._critic.model, ValueModel):
+            self._check_gradient(result, groups, batch.micro_batches, self._critic.model)
+        claim = "the critic's update is not what a plain recomputation of it gives"
+        result.errors.extend(self.open(_WINDOW, claim).errors)
         self._expects_step = any(batch.num_loss_tokens)
 
-    def before_backward(self, mini_batch: MiniBatch) -> None:
-        """Collective. Checks the numbers by which the mini-batch's loss is divided."""
-        if self._window:
-            self._adamw.begin(mini_batch)
-
-    def after_backward(self) -> None:
-        """Collective. Reads the gradients before they are clipped."""
-        if self._window:
-            self._adamw.read_gradients()
-
     def after_step(self, is_made: bool) -> None:
-        """Collective. Compares weights and moments after the optimizer step with those that a plain
-        AdamW computes. Raises Rank0Error on every rank if they differ."""
+        """Collective. Compares weights and moments with those of the plain AdamW. See
+        AdamwCheck."""
         self._expects_step = False
-        if self._window:
-            self._adamw.end(is_made)
-            raise_if_wrong([self._adamw.result], "the critic's update")
-            self._window -= 1
+        super().after_step(is_made)
 
     def _check_gradient(
         self,
         result: CheckResult,
         groups: Sequence[RolloutGroup],
         step_rows: Sequence[MicroBatch],
+        model: ValueModel,
     ) -> None:
         """Collective. Compares the trainer's loss and gradient on synthetic rows with those of
         plain forward and backward passes. Leaves no gradient behind. The synthetic rows share
@@ -303,8 +285,6 @@ class CriticUpdateCheck(UpdateObserver):
         device = step_rows[0].input_ids.device
         is_shared = any(row.tree is not None for row in step_rows)
         critic = self._critic
-        model = critic.model
-        assert isinstance(model, ValueModel)
         check_no_gradient(result, model.named_parameters())
         rollouts = short_rollouts(groups, has_siblings=is_shared)
         rows = [

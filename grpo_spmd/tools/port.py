@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from grpo_spmd.config.aliases import find_alias, read_table
-from grpo_spmd.config.coerce import find_remedy, key_names, keys_named
+from grpo_spmd.config.coerce import find_alias, find_remedy, key_names, keys_named, read_table
 from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.describe import flat, flatten_config, join_key
 from grpo_spmd.config.errors import ConfigError, cut_middle, printable, refuse, say

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.proofs.schedule import weakened_proofs
 from tests.support.models import make_model, write_config
 from tests.support.ranks import train
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from grpo_spmd.config.describe import read_recipes
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import read_recipes
 from tests.ranks.test_partition import SECTIONS, plain_update, relative_difference
 from tests.support.models import make_model, write_config
 from tests.support.ranks import run_worker

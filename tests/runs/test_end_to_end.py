@@ -22,9 +22,9 @@ import pytest
 import transformers
 import yaml
 
-from grpo_spmd.config.describe import flatten_config
+from grpo_spmd.config.describe import flatten_config, read_recipes
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import Algorithm, read_recipes
+from grpo_spmd.config.schema import Algorithm
 from grpo_spmd.demo.countdown import make_demo
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.models import make_model, write_config

@@ -16,7 +16,7 @@ from grpo_spmd.learn.losses import LossInputs, taught_loss
 from grpo_spmd.learn.sampled_step import SampledStep, StepRules
 from grpo_spmd.learn.update import PolicyUpdater
 from grpo_spmd.model.policy import Policy
-from grpo_spmd.proofs.gradient_check import UpdateCheckSettings
+from grpo_spmd.proofs.synthetic import UpdateCheckSettings
 from grpo_spmd.records import TeacherSignal
 
 

@@ -4,6 +4,7 @@ against."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections import deque
 from collections.abc import Iterator
@@ -94,18 +95,18 @@ def predicted(config: Config, num_ranks: int) -> Figures:
     """The same by arithmetic and dry run, of a rank with full shards."""
     facts = read_model(config.model.path)
     assert facts is not None
-    state, bucket_bytes = (
-        memory.state_of(config, facts, num_ranks),
-        config.rollout.sync_bucket_bytes("cpu"),
-    )
+    state = memory.state_of(config, facts, num_ranks)
+    # The sync here has the buckets of a CPU.
+    bucket_mib = config.rollout.sync_bucket_bytes("cpu") >> 20
+    rollout = dataclasses.replace(config.rollout, weight_sync_bucket_mib=bucket_mib)
+    in_sync = dataclasses.replace(config, rollout=rollout)
     work = trainer_pass(config, Path(config.model.path), num_ranks, on_gpu=False)
     peaks = peaks_of(work)
     return {
         "state": state.num_bytes,
         "scoring": state.num_bytes + peaks.scoring.total(),
         "update": state.num_bytes + peaks.update.total(),
-        "sync": state.num_bytes
-        + sum(memory.sync_buffers(config, facts, num_ranks, bucket_bytes).values()),
+        "sync": state.num_bytes + sum(memory.sync_buffers(in_sync, facts, num_ranks).values()),
         "offloaded": state.offloaded(config.model.offload),
     }
 

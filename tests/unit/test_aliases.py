@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_spmd.config.aliases import read_aliases, translate_key
-from grpo_spmd.config.coerce import key_names
+from grpo_spmd.config.coerce import key_names, read_aliases, translate_key
 from grpo_spmd.config.command_line import OverridesParser, number_of_ranks
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config

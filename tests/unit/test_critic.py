@@ -19,8 +19,9 @@ import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
+from grpo_spmd.checks.explain import side_model_rows
 from grpo_spmd.checks.memory import extra_passes, idle_keys, size_text
-from grpo_spmd.checks.signals import check_critic_model, side_model_rows, side_models
+from grpo_spmd.checks.signals import check_critic_model, side_models
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.session import Session

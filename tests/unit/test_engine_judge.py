@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.checks.explain import explain
+from grpo_spmd.checks.explain import engine_rows, explain
 from grpo_spmd.checks.inputs import check_inputs
-from grpo_spmd.checks.memory import engine_rows, engine_tokens
+from grpo_spmd.checks.memory import engine_tokens
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import Config, RewardConfig
@@ -192,7 +192,7 @@ def test_a_model_whose_rotary_factors_follow_the_engines_longest_text_is_refused
     model = json.loads((tmp_path / "m" / "config.json").read_text())
     rope = {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(model | rope))
-    from grpo_spmd.checks.reward_models import check_engine_judges
+    from grpo_spmd.checks.signals import check_engine_judges
 
     rows = check_inputs(loaded(tmp_path, models), num_ranks=1).rows
     with pytest.raises(
@@ -366,7 +366,7 @@ def test_a_run_without_judge_models_and_critic_imports_nothing_of_them(
     code = (
         "import sys; import grpo_spmd.loop; from grpo_spmd.train import main; "
         f"sys.argv = ['train', '--config', {str(config)!r}, '--check']; main(); "
-        "early = ('grpo_spmd.checks.reward_models', 'grpo_spmd.model.reward_model_files')\n"
+        "early = ('grpo_spmd.model.reward_model_files',)\n"
         "parts = ('engine_judge', 'reward_model', 'reward_texts')\n"
         "ends = ('.judge', 'signals.critic', 'signals.teacher', 'signals.served_teacher',"
         " 'grpo_spmd.model.values')\n"

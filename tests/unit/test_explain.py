@@ -556,7 +556,7 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
         "model.num_replicas=2",
     ]
     config = load_config(write_config(tmp_path, tmp_path), overrides)
-    values = {name: value for name, value, _ in memory.training_rows(config, model, 2)}
+    values = {name: value for name, value, _ in explain.training_rows(config, model, 2)}
     assert values["base"] == "228 B"  # (48 + 6 + 60) x 2
     assert values["master parameters"] == values["gradients"] == "112 B"  # (12 + 16) x 4
     assert (

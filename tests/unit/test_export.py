@@ -22,8 +22,7 @@ from torch import Tensor
 
 from grpo_spmd.checkpoint import export
 from grpo_spmd.checkpoint.export import export_checkpoint
-from grpo_spmd.checkpoint.manifest import CheckpointError
-from grpo_spmd.checkpoint.state import model_fingerprint
+from grpo_spmd.checkpoint.manifest import CheckpointError, model_fingerprint
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import end_session, start_session
 from tests.support.exports import finish, make_checkpoint, weights_of, write_state

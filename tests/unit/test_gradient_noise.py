@@ -26,12 +26,13 @@ from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.model.reward_model_files import read_reward_model
 from grpo_spmd.model.sharding import reshard
 from grpo_spmd.model.values import PolicyValues, build_reward_model
-from grpo_spmd.proofs import gradient_check, reward_model_check
-from grpo_spmd.proofs.gradient_check import WHOLE, CheckResult, GradientCheck, SignalProofs
+from grpo_spmd.proofs import gradient_check, reward_model_check, synthetic
+from grpo_spmd.proofs.gradient_check import WHOLE, GradientCheck, SignalProofs
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
-from grpo_spmd.proofs.plain_forward import use_float32, use_plain_attention
+from grpo_spmd.proofs.plain import use_float32, use_plain_attention
 from grpo_spmd.proofs.reward_model_check import RewardModelCheck, ScoredCompletion
-from grpo_spmd.proofs.switches import weakened_proofs
+from grpo_spmd.proofs.schedule import weakened_proofs
+from grpo_spmd.proofs.synthetic import CheckResult
 from grpo_spmd.proofs.update_check import UpdateCheck
 from grpo_spmd.records import MicroBatch, RolloutBatch, TeacherSignal
 from grpo_spmd.signals.teacher import Teacher, TeacherCheck, TeacherModel
@@ -225,7 +226,7 @@ class Rounding:
     def teacher_errors(self, change: Any) -> list[str]:
         """What the check says where the teacher's logprobs [C] are changed."""
         teacher = Teacher(self.config.teacher, {"": TeacherModel(self.rounded)}, self.rounded)
-        rollouts = gradient_check.short_rollouts(self.groups)
+        rollouts = synthetic.short_rollouts(self.groups)
         rows = [pack_rollouts(pair, self.session.device) for pair in (rollouts[:3], rollouts[3:])]
         for row in rows:
             logprobs = change(self.logprobs(row))
@@ -236,7 +237,7 @@ class Rounding:
 
     def value_errors(self, change: Any) -> list[str]:
         """What the check says where the values [C] of a head on the policy's layers are changed."""
-        rollouts = gradient_check.short_rollouts(self.groups)
+        rollouts = synthetic.short_rollouts(self.groups)
         row = pack_rollouts(rollouts, self.session.device)
         models = [PolicyValues(policy, self.session) for policy in (self.rounded, self.exact)]
         critic = cast(Any, SimpleNamespace(model=models[0]))

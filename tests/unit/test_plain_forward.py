@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from grpo_spmd.proofs.plain_forward import use_plain_attention
+from grpo_spmd.proofs.plain import use_plain_attention
 from tests.support.models import make_model
 
 

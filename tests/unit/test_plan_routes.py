@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_spmd.checks.memory import route_bytes, size_text, training_rows
+from grpo_spmd.checks.explain import training_rows
+from grpo_spmd.checks.memory import route_bytes, size_text
 from grpo_spmd.config.load import load_config
 from grpo_spmd.learn.assemble import _sample_routed, pack_rollouts
 from grpo_spmd.model.config_json import read_model

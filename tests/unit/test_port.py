@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.config.aliases import find_alias, read_table
-from grpo_spmd.config.coerce import key_names
+from grpo_spmd.config.coerce import find_alias, key_names, read_table
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config

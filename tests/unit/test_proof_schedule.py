@@ -8,8 +8,9 @@ from typing import Any, cast
 import pytest
 
 from grpo_spmd.learn.update import MiniBatch
+from grpo_spmd.proofs.gradient_check import UpdateCheckError
 from grpo_spmd.proofs.schedule import ProofSchedule, rows_to_check
-from grpo_spmd.proofs.update_check import UpdateCheck, UpdateCheckError
+from grpo_spmd.proofs.update_check import UpdateCheck
 
 
 @pytest.mark.parametrize(
@@ -45,7 +46,8 @@ def check_with(warmup_steps: int) -> UpdateCheck:
     check: Any = UpdateCheck.__new__(UpdateCheck)
     check._settings = SimpleNamespace(is_on=True, warmup_steps=warmup_steps)
     check._schedule = SimpleNamespace(is_early=lambda _: False, is_due=lambda _: False)
-    check._step = check._window = check._seconds = check._num_runs = 0
+    check._step = check._seconds = check._num_runs = 0
+    check._adamw = SimpleNamespace(window=0, before_backward=lambda _: None)
     check._expects_update = False
     return cast(UpdateCheck, check)
 

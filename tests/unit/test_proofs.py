@@ -18,8 +18,8 @@ from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
 from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
-from grpo_spmd.proofs.gradient_check import CheckResult
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
+from grpo_spmd.proofs.synthetic import CheckResult
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
 DTYPES = [torch.float32, torch.bfloat16]

@@ -15,11 +15,15 @@ import yaml
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.memory import advice, idle_keys
 from grpo_spmd.config.coerce import key_names
-from grpo_spmd.config.describe import config_to_dict, flatten_config
+from grpo_spmd.config.describe import (
+    config_to_dict,
+    flatten_config,
+    read_recipes,
+    recipes_as_markdown,
+)
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import build_config, load_config, load_config_with_sources
-from grpo_spmd.config.recipes import Algorithm, read_recipes, recipes_as_markdown
-from grpo_spmd.config.schema import Config
+from grpo_spmd.config.schema import Algorithm, Config
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.tools.report.overview import config_rows
 from tests.support.processes import ROOT
@@ -221,7 +225,7 @@ def test_the_report_says_which_values_the_algorithm_gave() -> None:
 
 
 def test_the_readme_has_the_table() -> None:
-    """`python -m grpo_spmd.config.recipes` prints it."""
+    """`python -m grpo_spmd.config.describe recipes` prints it."""
     text = (ROOT / "configs" / "ALGORITHMS.md").read_text(encoding="utf-8")
     _, begin, rest = text.partition("<!-- recipes: begin -->")
     table, end, _ = rest.partition("<!-- recipes: end -->")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from grpo_spmd.checkpoint.state import model_fingerprint
+from grpo_spmd.checkpoint.manifest import model_fingerprint
 from grpo_spmd.checks.explain import explain
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.errors import ConfigError

@@ -19,8 +19,7 @@ import transformers
 
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import CheckpointError, verify_checkpoint, write_manifest
-from grpo_spmd.checkpoint.restore import find_start
-from grpo_spmd.checkpoint.state import RunFacts, write_shard
+from grpo_spmd.checkpoint.state import RunFacts, find_start, write_shard
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.distributed.session import Session, end_session, start_session
 from grpo_spmd.model.config_json import load_config, load_tokenizer

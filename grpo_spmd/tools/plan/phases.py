@@ -492,8 +492,7 @@ def plan_phases(
     in_sync = awake or policy
     engine = Usage({"engine's weights": engine_weights(config, case.model)})
     engine["engine's sampler tables"] = sampler_tables(case)
-    bucket_bytes = config.rollout.sync_bucket_bytes("cuda")
-    buffers = Usage(sync_buffers(config, case.model, case.num_ranks, bucket_bytes))
+    buffers = Usage(sync_buffers(config, case.model, case.num_ranks))
     buffers["layer in load"] = layer_in_reload(case)
     sampling = awake + engine + Usage({"KV cache": max(0, cache.num_bytes)})
     sampling["engine's activations"] = engine_activations(case)

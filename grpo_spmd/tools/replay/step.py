@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from grpo_spmd.checkpoint.export import export_checkpoint
 from grpo_spmd.checkpoint.manifest import TO_GO_ON, read_trainer, verify_checkpoint
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path, list_checkpoints
+from grpo_spmd.checkpoint.state import load_state
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.schema import POLICY, Config, TeacherConfig
 from grpo_spmd.distributed.exit import Rank0Error

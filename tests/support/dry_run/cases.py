@@ -23,9 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_spmd import loop
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
+from grpo_spmd.checkpoint.state import load_state
 from grpo_spmd.checks.inputs import check_inputs
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig

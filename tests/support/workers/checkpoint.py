@@ -15,8 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
-from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.state import state_tensors
+from grpo_spmd.checkpoint.state import load_state, state_tensors
 from grpo_spmd.config.load import load_config
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session

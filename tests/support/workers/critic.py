@@ -21,10 +21,9 @@ import torch
 from torch import Tensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer, verify_checkpoint
-from grpo_spmd.checkpoint.restore import load_state
 from grpo_spmd.checkpoint.run_dir import checkpoint_path
 from grpo_spmd.checkpoint.save import Checkpoints
-from grpo_spmd.checkpoint.state import run_facts, state_tensors
+from grpo_spmd.checkpoint.state import load_state, run_facts, state_tensors
 from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
@@ -48,8 +47,7 @@ from grpo_spmd.proofs.batch_check import BatchCheck
 from grpo_spmd.records import Decision, MicroBatch, Rollout, RolloutBatch, RolloutGroup
 from grpo_spmd.signals import critic as learn_critic
 from grpo_spmd.signals import value_proofs
-from grpo_spmd.signals.critic import Critic, CriticCheck
-from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.critic import Critic, CriticCheck, open_critic
 from grpo_spmd.signals.value_proofs import CriticUpdateCheck
 from tests.support.learn import check_settings_of, merged_on_all, updater_of
 from tests.support.workers.update import SETTINGS as OF_POLICY
@@ -117,8 +115,7 @@ class Trials:
         )
         batch_values = BatchCheck(settings)
         # As `critic.check`, with the settings that are asked for in place of the critic's own.
-        has_layers = critic.value_head is None
-        updates = CriticUpdateCheck(critic, config.critic, settings, has_layers=has_layers)
+        updates = CriticUpdateCheck(critic, config.critic, settings)
         critic._observer = updates
         result = CriticCheck(critic.model, config.critic, settings, updates)(
             sampled, batch, decision, batch_values.rewards_of(sampled, decision)

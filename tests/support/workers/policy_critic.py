@@ -22,8 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from grpo_spmd.checkpoint.manifest import read_trainer
-from grpo_spmd.checkpoint.restore import load_state
-from grpo_spmd.checkpoint.state import state_tensors, trained_parameters
+from grpo_spmd.checkpoint.state import load_state, state_tensors, trained_parameters
 from grpo_spmd.config.schema import Config, LoraConfig
 from grpo_spmd.distributed.collectives import on_rank0
 from grpo_spmd.distributed.doctor import exit_with_outcome
@@ -36,8 +35,7 @@ from grpo_spmd.model.sharding import first_row
 from grpo_spmd.model.values import PolicyValues
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
 from grpo_spmd.records import MicroBatch, TeacherSignal
-from grpo_spmd.signals.critic import Critic, PolicyCritic
-from grpo_spmd.signals.opening import open_critic
+from grpo_spmd.signals.critic import Critic, PolicyCritic, open_critic
 from grpo_spmd.signals.value_proofs import ValueTargets
 from tests.support.learn import check_settings_of, merged_on_all
 from tests.support.workers.critic import Step, Trials, by_rollout, gathered, refuses, saved
@@ -347,7 +345,7 @@ def faults(trials: PolicyTrials) -> int:
     sees("the gradient of", patch.object(PolicyValues, "term", detached))
     sees("the value of a token", patch.object(PolicyValues, "term", shifted))
     sees("a gradient was left from the last update: that of head.weight", spoil=kept)
-    sees("the term 'loss' of the loss", patch.object(Critic, "loss_term", dropped))
+    sees("the term 'value' of the loss", patch.object(Critic, "loss_term", dropped))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", unscaled))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", over_row))
     sees("the term 'value' of the loss", patch.object(Critic, "loss_term", of_masked))

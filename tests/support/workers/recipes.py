@@ -12,8 +12,8 @@ import sys
 
 import torch
 
+from grpo_spmd.config.describe import read_recipes
 from grpo_spmd.config.load import load_config
-from grpo_spmd.config.recipes import read_recipes
 from grpo_spmd.distributed.doctor import exit_with_outcome
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.model.policy import Policy, build_policy, build_reference

@@ -12,7 +12,6 @@ import dataclasses
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -35,10 +34,9 @@ from grpo_spmd.learn.update import attach_logprobs
 from grpo_spmd.model.logprobs import TeacherDivergence, TopTeacher, WholeTeacher
 from grpo_spmd.model.policy import Policy, build_policy, hf_named_parameters, load_weights
 from grpo_spmd.proofs.gradient_check import GradientCheck, SignalProofs
-from grpo_spmd.records import MicroBatch, Prompt, RolloutBatch, TeacherSignal
+from grpo_spmd.records import Fields, MicroBatch, Prompt, RolloutBatch, TeacherSignal
 from grpo_spmd.signals import teacher as teacher_check
 from grpo_spmd.signals.teacher import (
-    RandomTeacher,
     Teacher,
     TeacherCheck,
     TeacherModel,
@@ -62,14 +60,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def request_for(prompt: Prompt) -> TeacherRequest:
+def request_for(prompt: Prompt, _: Fields) -> TeacherRequest:
     return TeacherRequest(
         "ab"[prompt.position % 2], [1 + prompt.position, 2, 3] if prompt.position < 4 else None
     )
 
 
-def shown_to_one(prompt: Prompt) -> TeacherRequest:
-    return dataclasses.replace(request_for(prompt), teacher="")
+def shown_to_one(prompt: Prompt, written: Fields) -> TeacherRequest:
+    return dataclasses.replace(request_for(prompt, written), teacher="")
 
 
 class Trials:
@@ -112,8 +110,7 @@ class Trials:
 
     def of_gradients(self, updater: Any, teacher: Teacher, policy: Policy) -> GradientCheck:
         settings = check_settings_of(self.config, frozenset())
-        made_up = partial(RandomTeacher, teacher.config, policy, settings)
-        return GradientCheck(policy, updater, settings, SignalProofs(make_teacher=made_up))
+        return GradientCheck(policy, updater, settings, SignalProofs(teacher=teacher.config))
 
     def update(
         self,

@@ -391,7 +391,7 @@ def faults(trials: Trials) -> int:
     )
     sees("has the advantage", within=halved)
     sees(
-        "is to divide by",
+        "the loss divides by",
         change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]),
     )
     decode = assemble.decode_rollouts
