@@ -53,7 +53,7 @@ ROOM_TOKENS = {
     "rewards": 28_200,
     "model": 29_000,
     "learn": 19_750,
-    "proofs": 19_480,
+    "proofs": 19_510,
     "observe": 21_250,
     "engine": 22_250,
     "episodes": 23_920,
