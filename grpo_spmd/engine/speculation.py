@@ -184,6 +184,9 @@ class StepCost:
 
     def add(self, rows: int, seconds: float) -> None:
         """Notes one step without prompts."""
+        # A step that waited for other processes says nothing about rows.
+        if len(self._steps) > 10:
+            seconds = min(seconds, 3 * fmean(earlier for _, earlier in self._steps))
         self._steps.append((rows, seconds))
 
     def base_rows(self) -> float:
@@ -193,9 +196,7 @@ class StepCost:
         # 10 steps, and a standard deviation of one row.
         if len(rows) < 10 or pvariance(rows) < 1:
             return 16.0
-        # A step that waited for other processes says nothing about rows.
-        longest = 3 * fmean(seconds for _, seconds in self._steps)
-        slope, base = linear_regression(rows, [min(s, longest) for _, s in self._steps])
+        slope, base = linear_regression(rows, [seconds for _, seconds in self._steps])
         return 1000.0 if base > 1000 * slope else max(1.0, base / slope)
 
 

@@ -118,6 +118,11 @@ def test_the_cost_of_a_step_is_measured_in_rows() -> None:
     for rows in (4, 8, 16, 2):
         cost.add(rows, 0.006 + 0.0001 * rows)
     assert cost.base_rows() == pytest.approx(60)
+    # A step that waited a second for another process.
+    for rows in (4, 8, 16, 2, 30, 7, 9, 12) * 10:
+        cost.add(rows, 0.006 + 0.0001 * rows)
+    cost.add(30, 1.0)
+    assert cost.base_rows() == pytest.approx(60, rel=0.4)
     same = StepCost()
     for _ in range(20):
         same.add(8, 0.01)
