@@ -433,7 +433,8 @@ def test_turns_without_a_step_cost_nothing() -> None:
         engine.step({"a": [5]})
         # The first step had a prompt. What follows the second ran no model.
         engine.spec.end_step(100.0)
-        assert list(engine.spec._cost._steps) == [(1, 0.001)]
+        cost = engine.spec._cost
+        assert (list(cost._rows), list(cost._seconds)) == ([1], [0.001])
 
 
 def test_texts_of_prompts_that_do_not_recur_are_not_kept() -> None:
