@@ -197,12 +197,12 @@ def memory_taken_in_sleep(error: str, used_bytes: tuple[int, int], pool_bytes: i
     violate. The engine cannot be used after this error."""
     if "Memory usage increased after sleeping" not in error:
         return None
-    before, after = (size / 2**30 for size in used_bytes)
+    used_before, used_after = (size / 2**30 for size in used_bytes)
     return (
         f"rollout: the engine's sleep gave back its pool of {pool_bytes / 2**30:.1f} GiB, and yet "
-        f"the memory in use on this GPU grew from {before:.1f} to {after:.1f} GiB: another process "
-        "took more in the meantime (nvidia-smi names it); end it, or keep reward functions and "
-        "tools off this GPU (CUDA_VISIBLE_DEVICES)"
+        f"the memory in use on this GPU grew from {used_before:.1f} to {used_after:.1f} GiB: "
+        "another process took more in the meantime (nvidia-smi names it); end it, or keep reward "
+        "functions and tools off this GPU (CUDA_VISIBLE_DEVICES)"
     )
 
 
