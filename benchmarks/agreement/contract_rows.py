@@ -195,7 +195,7 @@ STATES = (
     ),
     Row(
         f"{_WORKER}.sleep",
-        "its error where another process took memory: the run ends then",
+        "its error where another process took memory (start.py): the run ends then",
         says=("Memory usage increased after sleeping",),
     ),
     Row(

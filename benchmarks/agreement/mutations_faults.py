@@ -91,7 +91,7 @@ _BY_SEQUENCE = (
 _YIELD = "            yield name, full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _TENSOR = "            tensor = full.view(-1)[: parameter.numel()].view(parameter.shape)\n"
 _VALUES = "        return shard.local_rows().detach().reshape(-1)\n"
-_COPY = "                _copy_part(tensor, tensor_part, rows_of[key], matrix)\n"
+_COPY = "                _copy_part(tensor, tensor_part, rows_of[key], matrix, dtype=self._dtype)\n"
 _LOAD = "            self._engine.load_weights(weights, step, direct, gathered=gathered)\n"
 _ANSWER = "self.endpoint.answer(call, answer.message, answer.finish_reason, answer.usage)\n"
 _SEED = "partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)"

@@ -38,6 +38,7 @@ from grpo_spmd.engine.requests import (
     Capacity,
     ConversationId,
     Conversations,
+    EarlyStop,
     EngineStateError,
     GenerationHooks,
     Request,
@@ -50,6 +51,7 @@ from grpo_spmd.engine.start import (
     SleepCheck,
     allocator_settings_kept,
     isolated,
+    memory_taken_in_sleep,
     running_engines,
     start_vllm,
     warn_of_slow_seeds,
@@ -63,7 +65,7 @@ from grpo_spmd.observe.memory import MemoryUse, measure
 from grpo_spmd.records import Completion
 
 _log = logging.getLogger("grpo_spmd")
-# An engine asks whether to end a generation early once in this many steps.
+# The ranks of an engine agree on whether to end a generation early once in this many engine steps.
 _AGREE_EVERY_STEPS = 8
 
 
@@ -94,9 +96,9 @@ class RolloutEngine:
         """Collective. Starts the engine with dummy weights, then puts it to sleep.
 
         The first sync brings the real weights. `max_rollout_tokens` is the longest prompt plus the
-        longest completion. `should_abort` is called once in several engine steps of
-        `generate_shared`; once it has returned True it must always do so. `num_sequences` is the
-        largest number of requests that one engine gets at a time."""
+        longest completion. `should_abort` is called before each engine step of `generate_shared`;
+        once it has returned True it must always do so. `num_sequences` is the largest number of
+        requests that one engine gets at a time."""
         self._rollout = rollout
         self._session = session
         self._should_abort = should_abort
@@ -290,9 +292,18 @@ class RolloutEngine:
             self._use_before_rest = self._put_to_sleep(1)
 
     def _put_to_sleep(self, level: int) -> MemoryUse:
-        """Has vLLM sleep at `level`. Returns the memory in use before the sleep."""
+        """Has vLLM sleep at `level`. Returns the memory in use before the sleep.
+
+        Raises RuntimeError if another process meanwhile took more memory than the sleep freed."""
         use_before = self._measure()
-        self._llm.sleep(level=level)
+        try:
+            self._llm.sleep(level=level)
+        except AssertionError as error:
+            used_bytes = (use_before.driver_used, self._measure().driver_used)
+            text = memory_taken_in_sleep(str(error), used_bytes, self.pool_bytes())
+            if text is None:
+                raise
+            raise RuntimeError(text) from error
         return use_before
 
     def _end_rest(self) -> None:
@@ -415,7 +426,7 @@ class RolloutEngine:
 
         batches = claim_batches()
         completions = self._generate(
-            batches, max_in_flight, policy_version, hooks, should_abort=self._should_abort
+            batches, max_in_flight, policy_version, hooks, must_abort=self._must_abort
         )
         # Even after an early end every engine must go on claiming until it gets None, since the
         # last such claim deletes the queue from the store (`claim`). Drop these jobs.
@@ -432,10 +443,25 @@ class RolloutEngine:
         Returns the claimed job's position in the queue, None if no job is left."""
         return on_first_in_group(partial(claim, queue, num_jobs, self.num_engines), self._group)
 
-    def _any_in_engine(self, flag: bool) -> bool:
-        """Collective over the engine's ranks. Returns True on all of them if the flag is set on
-        one."""
-        return flag if self._group is None else any_rank(flag, self._group)
+    def _must_abort(self, num_steps: int) -> bool:
+        """Collective over the engine's ranks. Returns True on all of them if `should_abort` is True
+        on one of them. Called before each engine step; several ranks agree only every few steps."""
+        group = self._group
+        if group is None:
+            return self._should_abort()
+        # The ranks of an engine make the same steps, so all of them reach `any_rank` at this one.
+        return num_steps % _AGREE_EVERY_STEPS == 0 and any_rank(self._should_abort(), group)
+
+    def _is_stopped(self, early_stop: EarlyStop, num_steps: int) -> bool:
+        """Collective over the engine's ranks. Returns True on all of them if `early_stop` ends the
+        generation.
+
+        Only the engine's first rank asks `early_stop`, and only once in several steps."""
+        if num_steps % _AGREE_EVERY_STEPS:
+            return False
+        group = self._group
+        is_over = self.tp_rank == 0 and early_stop.is_over()
+        return is_over if group is None else any_rank(is_over, group)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         """Makes vLLM drop these requests, which must be all of its unfinished requests."""
@@ -452,14 +478,13 @@ class RolloutEngine:
         max_in_flight: int,
         policy_version: int,
         hooks: GenerationHooks,
-        should_abort: Callable[[], bool] = lambda: False,
+        must_abort: Callable[[int], bool] = lambda num_steps: False,
     ) -> dict[ConversationId, list[Completion]] | None:
         """Samples the conversations in `batches`. Returns the completions of those that are over.
 
         The next batch is drawn whenever fewer than `max_in_flight` conversations are open and vLLM
-        has no request waiting for room. Returns None if `should_abort`, called once in several
-        engine steps, returned True on one of the engine's ranks. Raises EngineStateError unless the
-        engine is awake and holds `policy_version`."""
+        has no request waiting for room. Returns None if `must_abort`, called with the number of
+        engine steps so far, returned True. Raises EngineStateError unless the engine is ready."""
         self._refuse_unless_ready(policy_version)
         self._end_rest()
         if self._recorder is not None:
@@ -504,22 +529,20 @@ class RolloutEngine:
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
                     return conversations.finished()
-                # The ranks of an engine make the same steps, so all of them agree at this one.
-                # While no request runs, each turn of this loop waits a long time for late requests.
-                if not conversations.running or num_steps % _AGREE_EVERY_STEPS == 0:
-                    if self._any_in_engine(should_abort()):
-                        self._abort(list(conversations.running))
-                        return None
-                    early_stop = hooks.early_stop
-                    # Only the engine's first rank asks.
-                    if early_stop is not None and self._any_in_engine(
-                        self.tp_rank == 0 and early_stop.is_over()
-                    ):
-                        requests = scheduler.requests
-                        num_tokens = [request.num_output_tokens for request in requests.values()]
-                        early_stop.drop(conversations.num_tokens(num_tokens))
-                        self._abort(list(conversations.running))
-                        return conversations.finished()
+                # While no request runs, each turn of this loop waits a long time for late requests,
+                # and `num_steps` stands still. Pass 0, for which the ranks always agree.
+                step_to_agree = num_steps if conversations.running else 0
+                if must_abort(step_to_agree):
+                    self._abort(list(conversations.running))
+                    return None
+                if hooks.early_stop is not None and self._is_stopped(
+                    hooks.early_stop, step_to_agree
+                ):
+                    requests = scheduler.requests
+                    num_tokens = [request.num_output_tokens for request in requests.values()]
+                    hooks.early_stop.drop(conversations.num_tokens(num_tokens))
+                    self._abort(list(conversations.running))
+                    return conversations.finished()
                 num_steps += 1
                 if hooks.before_step is not None:
                     hooks.before_step()

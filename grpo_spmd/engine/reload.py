@@ -186,7 +186,7 @@ class DirectLoad:
                 if key not in rows_of:
                     width = matrix.shape[1] // tensor.num_column_slices
                     rows_of[key] = _destination(tensor, width, self._dtype)
-                _copy_part(tensor, tensor_part, rows_of[key], matrix)
+                _copy_part(tensor, tensor_part, rows_of[key], matrix, dtype=self._dtype)
                 num_missing[key] -= 1
                 if not num_missing[key]:
                     rows = rows_of.pop(key)
@@ -215,13 +215,27 @@ class DirectLoad:
                 layer.process_weights_after_loading(self._dtype)
 
 
-def _copy_part(tensor: EngineTensor, tensor_part: TensorPart, rows: Tensor, matrix: Tensor) -> None:
-    """Copies one part of an engine tensor into its `rows`, from the whole HF tensor."""
+def _copy_part(
+    tensor: EngineTensor,
+    tensor_part: TensorPart,
+    rows: Tensor,
+    matrix: Tensor,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Copies one part of an engine tensor into its `rows`, from the whole HF tensor. The values are
+    rounded to `dtype`.
+
+    Raises EngineStateError if the HF tensor does not fill the part."""
     first_column = tensor.column_slice * rows.shape[1]
     source = matrix[tensor_part.hf_start : tensor_part.hf_start + tensor_part.num_rows]
-    rows[tensor_part.start : tensor_part.start + tensor_part.num_rows] = source[
-        :, first_column : first_column + rows.shape[1]
-    ]
+    source = source[:, first_column : first_column + rows.shape[1]]
+    target = rows[tensor_part.start : tensor_part.start + tensor_part.num_rows]
+    # A copy would spread a single row over all rows of the target.
+    if not source.shape == target.shape == (tensor_part.num_rows, rows.shape[1]):
+        raise EngineStateError(f"load_weights: {tensor.engine_name} was not covered by the policy")
+    # A float32 bias of a bfloat16 engine gets values rounded to bfloat16, as from the loader.
+    target.copy_(source if target.dtype == dtype else source.to(dtype))
 
 
 def _destination(tensor: EngineTensor, columns: int, dtype: torch.dtype) -> Tensor:

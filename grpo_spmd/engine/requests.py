@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
@@ -274,9 +274,9 @@ class Conversations:
         late = self._hooks.late_requests
         assert late is not None, "next_request returned LATER, and there are no late_requests"
         timeout_s = 0.0 if self.running else LATE_REQUESTS_WAIT_S
-        # Requests travel as plain lists, since the collective sends JSON.
+        # Requests travel as their fields, since the collective sends JSON.
         arrived: list[Any] = on_first_in_group(
-            lambda: [(id_, request and astuple(request)) for id_, request in late.ready(timeout_s)],
+            lambda: [(id_, request and vars(request)) for id_, request in late.ready(timeout_s)],
             self._group,
         )
         requests = []
@@ -288,7 +288,7 @@ class Conversations:
                 )
             self._waiting.remove((job, number))
             if fields is not None:
-                requests.append(((job, number), Request(*fields)))
+                requests.append(((job, number), Request(**fields)))
         return self._start(requests)
 
     def end_turn(self, request_id: str, completion: Completion) -> ConversationId:

@@ -180,22 +180,24 @@ class StepCost:
 
     def __init__(self) -> None:
         # Rows and seconds of the newest steps.
-        self._steps: deque[tuple[int, float]] = deque(maxlen=500)
+        self._rows: deque[int] = deque(maxlen=500)
+        self._seconds: deque[float] = deque(maxlen=500)
 
     def add(self, rows: int, seconds: float) -> None:
         """Notes one step without prompts."""
-        self._steps.append((rows, seconds))
+        # A step that waited for other processes says nothing about rows.
+        if len(self._seconds) > 10:
+            seconds = min(seconds, 3 * fmean(self._seconds))
+        self._rows.append(rows)
+        self._seconds.append(seconds)
 
     def base_rows(self) -> float:
         """Returns how many rows cost as much as a step without any, between 1 and 1,000; 16 while
         steps of different sizes are lacking, which drafts will bring."""
-        rows = [rows for rows, _ in self._steps]
         # 10 steps, and a standard deviation of one row.
-        if len(rows) < 10 or pvariance(rows) < 1:
+        if len(self._rows) < 10 or pvariance(self._rows) < 1:
             return 16.0
-        # A step that waited for other processes says nothing about rows.
-        longest = 3 * fmean(seconds for _, seconds in self._steps)
-        slope, base = linear_regression(rows, [min(s, longest) for _, s in self._steps])
+        slope, base = linear_regression(self._rows, self._seconds)
         return 1000.0 if base > 1000 * slope else max(1.0, base / slope)
 
 

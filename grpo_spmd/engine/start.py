@@ -188,6 +188,24 @@ def no_room_for_cache(error: str, device: str) -> str | None:
     return f"rollout: {problem}; {remedy}"
 
 
+def memory_taken_in_sleep(error: str, used_bytes: tuple[int, int], pool_bytes: int) -> str | None:
+    """Returns a message for vLLM's error that a sleep freed no memory, None for any other error.
+
+    `used_bytes` is the memory that all processes use on the device (before, after) the sleep, and
+    `pool_bytes` the size of the pool that the sleep frees. vLLM (0.26 to 0.33) asserts that the
+    device does not have less free memory after the sleep, which memory taken by another process can
+    violate. The engine cannot be used after this error."""
+    if "Memory usage increased after sleeping" not in error:
+        return None
+    used_before, used_after = (size / 2**30 for size in used_bytes)
+    return (
+        f"rollout: the engine's sleep gave back its pool of {pool_bytes / 2**30:.1f} GiB, and yet "
+        f"the memory in use on this GPU grew from {used_before:.1f} to {used_after:.1f} GiB: "
+        "another process took more in the meantime (nvidia-smi names it); end it, or keep reward "
+        "functions and tools off this GPU (CUDA_VISIBLE_DEVICES)"
+    )
+
+
 def refused_keys(keys: Iterable[str], error: BaseException) -> str:
     """Returns a message for an error at vLLM's start while the user has set `keys` in
     `rollout.engine`.

@@ -11,7 +11,7 @@ policy once. A bucket is a buffer of bounded size for one all-gather.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from itertools import chain
 
@@ -147,7 +147,10 @@ class WeightSync:
             hf_named_shards(self._policy), key=lambda shard: shard.name not in direct_names
         )
         dtype = self._engine.dtype
-        with closing(gather_tensors(shards, dtype, self._bucket_bytes, stats)) as gathered:
+        gathering = gather_tensors(
+            shards, dtype, self._bucket_bytes, stats, copied_at_once=direct_names
+        )
+        with closing(gathering) as gathered:
             weights = chain(
                 saved_tensors(gathered, self._policy.saved),
                 # Every rank holds the constants whole. They are not cast: they are float32 in vLLM
@@ -216,20 +219,26 @@ def refuse_unsynced_tensors(policy: Policy, engine: RolloutEngine) -> None:
 
 
 def gather_tensors(
-    shards: Sequence[Shard], dtype: torch.dtype, bucket_bytes: int, stats: SyncStats
+    shards: Sequence[Shard],
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    stats: SyncStats,
+    *,
+    copied_at_once: Collection[str] = (),
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Yields (HF name, full tensor in `dtype`) of `shards`, one after the other.
 
     Every rank must draw all tensors, in step with the other ranks. vLLM keeps them until a layer is
     complete. They are therefore new tensors, never views of the buckets, which are overwritten, or
-    of the parameters. The caller should drop a tensor before it draws the next one. The sent bytes
-    and the collectives are added to `stats`.
+    (but for those in `copied_at_once`) of the parameters. The caller should drop a tensor before it
+    draws the next one. The sent bytes and the collectives are added to `stats`.
 
     Each rank's shards of all parameters, cast to `dtype` and laid end to end, form one long row.
     The rows are all-gathered over the ranks of a replica in buckets of at most `bucket_bytes`,
     which may end in the middle of a tensor. While the tensors of one bucket are used, the next one
-    is being gathered, so the extra memory is two buckets. There are none if one rank holds the
-    whole policy.
+    is being gathered, so the extra memory is two buckets and a tensor. There are no buckets if one
+    rank holds the whole policy. Then the tensors named in `copied_at_once` are the parameters
+    themselves, in the policy's dtype, which are rounded when the caller copies them.
     """
     # Do not decorate this with torch.no_grad: its wrapper would keep the yielded tensor alive while
     # the next one is made.
@@ -238,8 +247,10 @@ def gather_tensors(
     num_ranks = num_shards(shards[0].parameter)
     if num_ranks == 1:
         for shard in shards:
-            full = _local_values(shard).to(dtype, copy=True)
-            stats.bytes += full.nbytes
+            full = _local_values(shard)
+            stats.bytes += len(full) * dtype.itemsize
+            if shard.name not in copied_at_once:
+                full = full.to(dtype, copy=True)
             yield shard.name, full.view(shard.parameter.shape)
             # Merged adapters make a new tensor: free this one before the next one is made.
             del full

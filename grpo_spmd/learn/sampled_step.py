@@ -207,11 +207,20 @@ class _Rank0Step:
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
         if np.isnan(rows["rewards"]).all() and not rules.zero_advantages:
+            # Only an agent's episode can be idle: with tools or in a gym, an episode that has no
+            # room for a turn has another status.
+            is_idle = (rows["turns"] == 0) & (rows["status"] == EPISODE_STATUSES.index("ok"))
+            if is_idle.any():
+                raise RewardError(
+                    f"the agent made no request in {is_idle.sum()} of {is_idle.size} episodes, so "
+                    "that there is nothing to train on; ask for turns at the base_url that "
+                    "rollout() is given"
+                )
             raise RewardError.about(
                 next(iter(self._counts.first_errors), None),
                 f"none of the {rows['rewards'].size} completions of this step has a usable reward: "
-                "every value was None, NaN or not a number, or the agent made no request; see the "
-                "module docstring of grpo_spmd.rewards for what these mean",
+                "every value was None, NaN or not a number; see the module docstring of "
+                "grpo_spmd.rewards for what these mean",
             )
         # The first kept groups in the prompt stream are trained on; later ones are surplus.
         positions = np.sort(self._kept_positions)[: rules.rollout.num_prompts_per_step]

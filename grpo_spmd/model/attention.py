@@ -211,16 +211,11 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logi
         # torch's kernel caps nothing. This one keeps the gathered keys and values until the
         # backward pass.
         k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
-    out: Tensor = flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        *layout.bounds,
-        softmax_scale=options.scale,
-        causal=True,
-        window_size=options.window_size,
-        softcap=options.softcap or 0.0,  # 0: no cap
-    )
+    settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
+    # Old versions of flash-attn do not know this argument: pass it only if it is needed.
+    if options.softcap is not None:
+        settings["softcap"] = options.softcap
+    out: Tensor = flash_attn_varlen_func(q, k, v, *layout.bounds, **settings)
     return out
 
 

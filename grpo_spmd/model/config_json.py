@@ -385,6 +385,19 @@ def _reasons(config: Contents) -> Iterator[str]:
                 f"is a classifier ({name} in its config.json) and has no lm_head; take the model "
                 "that it was made of"
             )
+    if _has_alibi(config):
+        yield "has ALiBi biases in its attention, which packed rows do not support"
+
+
+def _has_alibi(config: Contents) -> bool:
+    """Returns True if the attention has ALiBi biases."""
+    # BLOOM always has them, and its config.json does not say so. MPT has a section for attention.
+    attention = config.get("attn_config")
+    sections = [config, attention] if isinstance(attention, Mapping) else [config]
+    return config.get("model_type") == "bloom" or any(
+        section.get("alibi") or section.get("position_embedding_type") == "alibi"
+        for section in sections
+    )
 
 
 def load_tokenizer(path: str, chat_template_kwargs: Contents | None = None) -> Any:

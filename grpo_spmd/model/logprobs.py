@@ -165,7 +165,8 @@ class _Buffers:
     ) -> Chunks:
         """Yields for each chunk (slice of the tokens, `_scaled_logits` in the first float32
         buffer)."""
-        for rows in chunks(len(hidden), len(self._float)):
+        # A rank without predictions has no rows: its slice of shared rows may be all prompt.
+        for rows in chunks(len(hidden), max(1, len(self._float))):
             buffers = [buffer[: rows.stop - rows.start] for buffer in (self._product, self._float)]
             yield rows, _scaled_logits(hidden[rows], head, temperature, softcap, *buffers)
 

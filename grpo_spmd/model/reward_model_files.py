@@ -125,8 +125,15 @@ def _check_head(config: Contents, shapes: Mapping[str, tuple[int, ...]], folder:
     """Raises ConfigError unless the checkpoint has a linear head with one row for each label."""
     if _HEAD not in shapes:
         model_classes = ", ".join(map(str, config.get("architectures") or ["no architectures"]))
+        # Name another head that the checkpoint has: it tells the user what kind of model this is.
+        other_heads = [
+            name
+            for name in shapes
+            if re.match("(classifier|v_head|value_head|lm_head|reward_head)", name)
+        ]
+        hint = f"; it has {other_heads[0]}" if other_heads else ""
         raise ConfigError(
-            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}; a reward "
+            f"{folder} ({model_classes} in its config.json) has no tensor {_HEAD}{hint}; a reward "
             "model is a causal decoder with this linear head (AutoModelForSequenceClassification)"
         )
     # If config.json names more or fewer labels, its names may not stand for the right rows.

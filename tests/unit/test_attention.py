@@ -3,11 +3,16 @@ bfloat16."""
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.model import attention
 from grpo_spmd.model.attention import (
     Backend,
     PackedLayout,
@@ -139,3 +144,22 @@ def relative_difference(result: torch.Tensor, expected: torch.Tensor) -> float:
     return float(
         (result.float() - expected.float()).norm().detach() / expected.float().norm().detach()
     )
+
+
+@pytest.mark.parametrize("softcap", [None, 30.0])
+def test_flash_attn_is_given_a_softcap_only_where_the_model_has_one(
+    monkeypatch: pytest.MonkeyPatch, softcap: float | None
+) -> None:
+    """Old versions of flash-attn do not know it."""
+    settings: dict[str, Any] = {}
+
+    def flash_attn_varlen_func(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        settings.update(options)
+        return q
+
+    module: Any = SimpleNamespace(flash_attn_varlen_func=flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    q, layout = torch.zeros(3, 2, 8), PackedLayout([3], torch.tensor([0, 3]), "flash")
+    attention._flash(q, q, q, layout, attention._LogitOptions(0.1, None, softcap))
+    assert settings.pop("softcap", None) == softcap
+    assert settings == {"softmax_scale": 0.1, "causal": True, "window_size": (-1, 0)}

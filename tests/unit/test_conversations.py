@@ -248,3 +248,14 @@ def test_an_answer_that_comes_twice_is_refused() -> None:
     conversations.advance([(0, 0)])
     with pytest.raises(EngineStateError, match="does not wait"):
         conversations.take_late_requests()
+
+
+def test_an_answer_of_an_engine_of_one_rank_is_not_copied() -> None:
+    """Its prompt may have 100,000 tokens."""
+    message = Request([1, 2], 1, max_tokens=3, prompt_recurs=False)
+    late = SimpleNamespace(ready=lambda _: [((0, 0), message), ((0, 1), None)])
+    conversations = Conversations(GenerationHooks(lambda *_: LATER, late_requests=late), None, 0)
+    conversations.advance([(0, 0), (0, 1)])
+    [(_, request)] = conversations.take_late_requests()
+    assert request == message
+    assert request.prompt_ids is message.prompt_ids

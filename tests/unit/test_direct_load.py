@@ -49,13 +49,30 @@ def test_any_slice_of_rows_and_columns_is_filled() -> None:
                 direct([("a", full)])
 
 
-def test_values_are_kept_in_the_format_of_the_engine() -> None:
-    """Some layers of a bfloat16 engine keep their bias in float32."""
-    bias, layer = torch.randn(9).bfloat16(), nn.Module()
-    layer.bias = nn.Parameter(torch.zeros(9))
+@pytest.mark.parametrize("retained", [torch.float32, torch.bfloat16])
+def test_what_comes_unrounded_is_rounded_to_the_engines_format_however_it_is_kept(
+    retained: torch.dtype,
+) -> None:
+    """From one rank's parameters; some layers of a bfloat16 engine keep their bias in float32."""
+    bias, layer = torch.randn(9), nn.Module()
+    layer.bias = nn.Parameter(torch.zeros(9, dtype=retained))
     tensor = EngineTensor("x", (TensorPart("a", 9, 0, 0, 9),), layer.bias, layer=layer)
     DirectLoad(layer, [tensor], {"a": "a"}, torch.bfloat16)([("a", bias)])
-    assert torch.equal(layer.bias, bias.float())
+    assert torch.equal(layer.bias, bias.bfloat16().to(retained))
+    assert not torch.equal(layer.bias.float(), bias)
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (1, 4), (9, 3), (9, 1)])
+def test_a_tensor_that_is_too_small_is_neither_spread_nor_leaves_stale_rows(
+    shape: tuple[int, int],
+) -> None:
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(18, 4))
+    parts = (TensorPart("a", 9, 0, 0, 9), TensorPart("b", 9, 0, 9, 9))
+    tensor = EngineTensor("x", parts, layer.weight, layer=layer)
+    direct = DirectLoad(layer, [tensor], {"a": "a", "b": "b"}, torch.float32)
+    with pytest.raises(EngineStateError, match="x was not covered by the policy"):
+        direct([("a", torch.randn(9, 4)), ("b", torch.randn(shape))])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -26,7 +26,7 @@ from grpo_spmd.config.load import load_config, load_config_with_sources
 from grpo_spmd.config.schema import DataConfig, RewardConfig
 from grpo_spmd.data import hub
 from grpo_spmd.data.rows import PromptRow, read_rows
-from grpo_spmd.engine.start import no_room_for_cache, refused_keys
+from grpo_spmd.engine.start import memory_taken_in_sleep, no_room_for_cache, refused_keys
 from grpo_spmd.rewards.named import check_gold
 from grpo_spmd.rewards.verifiers import SHIPPED
 from tests.support.bad_inputs import check_exit_code
@@ -489,6 +489,19 @@ def test_vllms_words_about_memory_name_our_keys(
         assert message in result
         assert "--" not in result.split("GiB)")[-1]
         assert "max_model_len" not in result
+
+
+def test_a_sleep_that_frees_nothing_is_told_as_memory_of_another_process() -> None:
+    gib = 2**30
+    error = "Memory usage increased after sleeping."
+    line = memory_taken_in_sleep(error, (60 * gib, 61 * gib), 40 * gib)
+    assert line is not None
+    assert "its pool of 40.0 GiB" in line
+    assert "grew from 60.0 to 61.0 GiB: another process took more" in line
+    assert "CUDA_VISIBLE_DEVICES" in line
+    assert "\n" not in line
+    # Any other assertion of vLLM's stays what it is.
+    assert memory_taken_in_sleep("free memory before sleep", (0, 0), 0) is None
 
 
 @pytest.mark.parametrize(

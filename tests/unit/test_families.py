@@ -47,6 +47,9 @@ from tests.support.models import EXPERTS, FAMILIES, make_model
             "several models in it .text_config",
         ),
         ({"model_type": "bart", "is_encoder_decoder": True}, "encoder-decoder"),
+        ({"model_type": "bloom"}, "ALiBi"),
+        ({"model_type": "falcon", "alibi": True}, "ALiBi"),
+        ({"model_type": "mpt", "attn_config": {"alibi": True}}, "ALiBi"),
     ],
 )
 def test_what_config_json_tells_is_refused_in_one_line(
@@ -64,7 +67,10 @@ def test_dense_models_are_not_taken_for_others() -> None:
         "moe_intermediate_size": 96,
         "quantization_config": None,
     }
-    refuse_by_config({**dense, "text_config": None}, "some/model")
+    refuse_by_config(
+        {**dense, "text_config": None, "alibi": False, "attn_config": {"alibi": False}},
+        "some/model",
+    )
 
 
 SIZES = {
@@ -80,7 +86,7 @@ SIZES = {
         (transformers.GPT2Config(n_embd=128, n_layer=2, n_head=4, vocab_size=97), "transposed"),
         (
             transformers.GPTJConfig(n_embd=128, n_layer=2, n_head=4, rotary_dim=16, vocab_size=97),
-            "cannot be built by transformers",
+            "code of its own",
         ),
         (transformers.StableLmConfig(**SIZES), "StableLmAttention is not told where"),
         (transformers.DiffLlamaConfig(**SIZES), "4 times in its 2 layers"),
@@ -101,25 +107,6 @@ SIZES = {
         (
             transformers.GptOssConfig(**SIZES, num_local_experts=2),
             r"experts\) has experts with down_proj, down_proj_bias, .* in a layout of their own",
-        ),
-        # Models with ALiBi biases.
-        (
-            transformers.BloomConfig(vocab_size=97, hidden_size=64, n_layer=2, n_head=4),
-            "takes no position_ids",
-        ),
-        (
-            transformers.FalconConfig(
-                vocab_size=97,
-                hidden_size=64,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                alibi=True,
-            ),
-            "cannot be built by transformers",
-        ),
-        (
-            transformers.MptConfig(vocab_size=97, d_model=64, n_layers=2, n_heads=4),
-            "takes no position_ids",
         ),
         (transformers.Gemma3Config(), "several models in it"),
         (

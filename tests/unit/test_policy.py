@@ -201,6 +201,26 @@ def test_chunked_logprob_gradients_equal_autograd(
         )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_rank_without_predictions_has_a_gradient_of_zeros(
+    softcap: float | None, dtype: torch.dtype
+) -> None:
+    """So where ranks share rows and the slice of one is all prompt."""
+    hidden = torch.randn(0, 16, dtype=dtype, requires_grad=True)
+    head = torch.randn(50, 16, dtype=dtype, requires_grad=True)
+    target = torch.zeros(0, dtype=torch.long)
+    scores = TokenLogprobs.apply(hidden, head, target, 0.7, 8, softcap)
+    assert [len(score) for score in scores] == [0, 0]
+    for used in (scores[:1], scores):
+        hidden.grad = head.grad = None
+        sum(score.sum() for score in used).backward(retain_graph=True)
+        assert hidden.grad is not None
+        assert hidden.grad.shape == (0, 16)
+        assert head.grad is not None
+        assert not head.grad.any()
+
+
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_gradients_in_bfloat16_are_those_of_float32_within_rounding(softcap: float | None) -> None:
     torch.manual_seed(0)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from grpo_spmd.checkpoint.manifest import model_fingerprint
 from grpo_spmd.checks.explain import explain
@@ -155,6 +156,15 @@ def test_a_folder_that_is_no_reward_model_is_refused_in_one_line(
 def test_a_causal_lm_is_no_reward_model(models: Path) -> None:
     with pytest.raises(ConfigError, match=r"rewards\.0\.model: .* has no tensor score\.weight"):
         read_reward_model(0, RewardConfig(model="x"), models / "policy", 64)
+
+
+def test_a_model_with_another_head_is_told_which_one_it_has(folder: Path) -> None:
+    file = folder / "rm" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["v_head.summary.weight"] = tensors.pop("score.weight")
+    save_file(tensors, file)
+    with pytest.raises(ConfigError, match=r"has no tensor score\.weight; it has v_head\.summary"):
+        read_reward_model(0, RewardConfig(model="x"), folder / "rm", 64)
 
 
 @pytest.mark.parametrize(("label", "row"), [("help", 1), ("2", 2)])

@@ -152,9 +152,7 @@ def test_an_agent_that_asks_nothing_is_told_so() -> None:
     )
     scored = _scored({"agent": [None] * 4}, {"agent": 1.0})
     step.add_round([encode_groups([group], scored, 4)], 1)
-    with pytest.raises(
-        RewardError, match=r"none of the 4 completions .* or the agent made no request"
-    ):
+    with pytest.raises(RewardError, match="the agent made no request in 3 of 4 episodes"):
         step.decide()
 
 

@@ -118,6 +118,11 @@ def test_the_cost_of_a_step_is_measured_in_rows() -> None:
     for rows in (4, 8, 16, 2):
         cost.add(rows, 0.006 + 0.0001 * rows)
     assert cost.base_rows() == pytest.approx(60)
+    # A step that waited a second for another process.
+    for rows in (4, 8, 16, 2, 30, 7, 9, 12) * 10:
+        cost.add(rows, 0.006 + 0.0001 * rows)
+    cost.add(30, 1.0)
+    assert cost.base_rows() == pytest.approx(60, rel=0.4)
     same = StepCost()
     for _ in range(20):
         same.add(8, 0.01)
@@ -428,7 +433,8 @@ def test_turns_without_a_step_cost_nothing() -> None:
         engine.step({"a": [5]})
         # The first step had a prompt. What follows the second ran no model.
         engine.spec.end_step(100.0)
-        assert list(engine.spec._cost._steps) == [(1, 0.001)]
+        cost = engine.spec._cost
+        assert (list(cost._rows), list(cost._seconds)) == ([1], [0.001])
 
 
 def test_texts_of_prompts_that_do_not_recur_are_not_kept() -> None:

@@ -203,6 +203,11 @@ def test_one_rank_needs_no_bucket(ranks: SimpleNamespace) -> None:
         tensors = dict(gather_tensors(entries, dtype, 64, stats))
         for name, tensor, _ in entries:
             assert torch.equal(tensors[name], tensor.to(dtype))
+        # What is copied at once are the parameters themselves.
+        of_one = dict(gather_tensors(entries, dtype, 64, SyncStats(), copied_at_once=["b"]))
+        held = entries[1].parameter
+        assert (of_one["b"].data_ptr(), of_one["b"].dtype) == (held.data_ptr(), held.dtype)
+        assert of_one["a"].data_ptr() != entries[0].parameter.data_ptr()
         assert (stats.bytes, stats.num_collectives) == ((2**20 + 12) * dtype.itemsize, 0)
     assert ranks.events == []
 

@@ -93,9 +93,16 @@ def build_hf_model(
     if not torch.cuda.is_available():
         options.setdefault("experts_implementation", "eager")
     with as_config_error(path, "cannot be built by transformers"):
-        # Some models look the attention up among classes of their own, one for each kind, and raise
-        # KeyError: packed rows need transformers' attention interface.
-        model = auto_class.from_config(hf_config, trust_remote_code=False, **options)
+        try:
+            model = auto_class.from_config(hf_config, trust_remote_code=False, **options)
+        except KeyError as error:
+            # Some models look the attention up among classes of their own, one for each kind.
+            if error.args != (options.get("attn_implementation"),):
+                raise
+            raise ConfigError(
+                f"model.path: {path} has its attention in code of its own, not through "
+                "transformers' attention interface, which packed rows need"
+            ) from None
     compute_by_sequence(model)
     return model
 

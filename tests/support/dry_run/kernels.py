@@ -183,10 +183,9 @@ def install_flash_attn() -> None:
 
     def flash_attn_varlen_func(
         q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int, *,  # noqa: E501
-        softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float,
+        softmax_scale: float | None, causal: bool, window_size: tuple[int, int],
     ) -> Tensor:  # fmt: skip
         assert causal
-        assert not softcap
         method = _scale(q, softmax_scale), window_size[0]
         out: Tensor = forward(q, k, v, starts_q, starts_k, longest_q, longest_k, *method)
         return out

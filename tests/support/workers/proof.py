@@ -219,9 +219,11 @@ class Trials:
         )
         copy, pack, targets = reload._copy_part, reload._pack, direct._targets
 
-        def a_row_off(tensor: Any, section: Any, rows: Tensor, matrix: Tensor) -> None:
+        def a_row_off(
+            tensor: Any, section: Any, rows: Tensor, matrix: Tensor, *, dtype: torch.dtype
+        ) -> None:
             rolled = matrix.roll(1, 0) if section.name == down else matrix
-            copy(tensor, section, rows, rolled)
+            copy(tensor, section, rows, rolled, dtype=dtype)
 
         def not_packed(layer: Any) -> None:
             if not hasattr(layer, "org_vocab_size"):
