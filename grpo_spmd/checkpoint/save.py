@@ -108,6 +108,9 @@ class Checkpoints:
         self._saved_step = -1
         # The seconds of the slowest save, from the begin of the copy to the rename of the folder.
         self._max_save_s = 0.0
+        self._metric_by_step: dict[int, float] = {}
+        # The bytes of metrics.jsonl that `_best_step` has read so far.
+        self._num_metrics_bytes = 0
 
     def load(self, start: Start) -> None:
         """Collective. Restores the training state if `start` has a checkpoint."""
@@ -334,21 +337,24 @@ class Checkpoints:
         path = self.run_dir / "metrics.jsonl"
         if name is None:
             return None
-        metric_by_step: dict[int, float] = {}
-        for line in read_metrics(path):
+        start = self._num_metrics_bytes
+        for line in read_metrics(path, start):
+            self._num_metrics_bytes = line.end
             value = line.values.get(name)
             if isinstance(value, int | float):
                 # A step's own metrics measure the policy before its update, which is that of the
                 # checkpoint one step earlier. An evaluation's metrics measure the policy after the
                 # step's update.
                 lag = 0 if is_evaluation(line.values) else 1
-                metric_by_step[line.values["step"] - lag] = value
-        if not metric_by_step:
+                self._metric_by_step[line.values["step"] - lag] = value
+        if self._num_metrics_bytes > start and not self._metric_by_step:
             _log.warning("checkpoint.best_metric: no line of %s has a %s so far", path, name)
         steps = [
-            step for step in sorted(metric_by_step) if checkpoint_path(self.run_dir, step).exists()
+            step
+            for step in sorted(self._metric_by_step)
+            if checkpoint_path(self.run_dir, step).exists()
         ]
-        return max(steps, key=metric_by_step.__getitem__, default=None)
+        return max(steps, key=self._metric_by_step.__getitem__, default=None)
 
 
 def _log_failure(folder: Path, error: Exception) -> str:

@@ -402,9 +402,15 @@ def load_state(
         models.append(("critic_", critic.trained_parameters(), critic, trainer["critic"]))
         prefixes = ("policy.", "critic.")
     for prefix, parameters, model, counts in models:
-        # Before the first update no parameter has moments; after it all have them. `dcp.load` only
-        # fills tensors that exist, so the moments are made first.
-        if any(f"{prefix}exp_avg.{name}" in stored for name in parameters):
+        # Before the first update no parameter has moments; after it all have them.
+        lacking = [name for name in parameters if f"{prefix}exp_avg.{name}" not in stored]
+        if lacking and len(lacking) < len(parameters):
+            raise ConfigError(
+                f"checkpoint.resume: {folder} is damaged: it lacks {prefix}exp_avg.{lacking[0]}, "
+                "and has those of other tensors; name an earlier checkpoint, or start a new run_dir"
+            )
+        # `dcp.load` only fills tensors that exist, so the moments are made first.
+        if not lacking:
             for parameter in parameters.values():
                 model.optimizer.state[parameter] = initial_state(
                     model.optimizer, parameter, counts["num_updates"]

@@ -48,6 +48,8 @@ from grpo_spmd.model.config_json import (
 )
 from grpo_spmd.model.schedule import schedule_rows
 
+_NO_SIZES = "config.json does not name the sizes of a decoder as Llama's does"
+
 
 class Row(NamedTuple):
     """One line of `--explain`: a name, a value, and where the value comes from."""
@@ -164,7 +166,10 @@ def _step_rows(config: Config, num_ranks: int) -> Iterator[Row]:
         yield Row("extra passes of teachers", str(int(not teacher.url)), explanation)
     if critic.path is not None:
         num_updates = 0 if critic.is_on_policy else training.num_epochs
-        explanation = f"a forward of all rollouts for their values, {num_updates} for its update"
+        updates_text = f", and {num_updates} for its own update"
+        if critic.is_on_policy:
+            updates_text = "; it learns in the policy's update"
+        explanation = f"a forward of all rollouts for their values{updates_text}"
         yield Row("passes of the critic", str(1 + num_updates), explanation)
 
 
@@ -203,12 +208,12 @@ def sync_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[Row
         f"{model.num_parameters:,}",
         f"{len(model.shapes)} tensors, tied ones once; {model.source}",
     )
-    padding = size_text(num_bytes - model.num_parameters * itemsize)
+    padding = num_bytes - model.num_parameters * itemsize
+    padded = f" + {size_text(padding)} of padding to full shards" if padding else ""
     yield Row(
         "bytes of a sync",
         size_text(num_bytes),
-        f"parameters x {itemsize} ({config.model.dtype}) + {padding} of padding to full shards; "
-        "what each engine is handed",
+        f"parameters x {itemsize} ({config.model.dtype}){padded}; what each engine is handed",
     )
     explanation = "one rank holds the whole policy"
     if ranks > 1:
@@ -228,14 +233,16 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
     state, itemsize = state_of(config, model, num_ranks), ITEMSIZE[dtype]
     trained = state.trained
     frozen = f"{state.shard:,} parameters of a shard x {itemsize} ({dtype}), frozen"
+    adapters = f" of the adapters (rank {config.model.lora.rank})" if state.base else ""
     moments = "2 x 4 (float32)"
     if config.optimizer.name == "adamw_8bit":
         moments = f"2 x 1 + a float32 scale for each {MOMENT_BLOCK} of a row"
-    sizes = {
+    # None: not known.
+    sizes: dict[str, tuple[int | None, str]] = {
         "base": (state.base, f"{frozen}; the reference too"),
         "master parameters": (
             4 * trained,
-            f"{trained:,} trained parameters of a shard (ceil(rows / "
+            f"{trained:,} trained parameters of a shard{adapters} (ceil(rows / "
             f"{replica_ranks(config, num_ranks)}) of each tensor) x 4 (float32)",
         ),
         "gradients": (state.gradients, f"{trained:,} x 4 (float32), in the update only"),
@@ -253,7 +260,9 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
     }
     dimensions = model.dimensions
     tokens = micro_batch_tokens(config, num_ranks)
-    if dimensions is not None:
+    if dimensions is None:
+        sizes["logits of a chunk"] = None, _NO_SIZES
+    else:
         sharing = config.model.sequence_parallel_size
         sizes["sent for shared attention"] = (
             exchanged_bytes(dimensions, tokens, sharing, itemsize),
@@ -278,8 +287,8 @@ def training_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator
         f"{terms}; vLLM keeps more until a layer is whole",
     )
     for name, (num_bytes, explanation) in sizes.items():
-        if num_bytes:
-            yield Row(name, size_text(num_bytes), explanation)
+        if num_bytes != 0:
+            yield Row(name, "unknown" if num_bytes is None else size_text(num_bytes), explanation)
     yield Row(
         "peak of each phase, and what fits",
         "see the planner",
@@ -298,8 +307,7 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
     )
     sizes = model.dimensions
     if sizes is None:
-        explanation = "config.json does not name the sizes of a decoder as Llama's does"
-        yield Row("KV cache", "unknown", explanation)
+        yield Row("KV cache", "unknown", _NO_SIZES)
         return
     itemsize = kv_itemsize(config)
     token_bytes = kv_bytes_per_token(sizes, itemsize, tp)

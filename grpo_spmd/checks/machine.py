@@ -54,17 +54,21 @@ def check_world_size(config: Config, world_size: int, local_world_size: int | No
 
     `local_world_size` is the number of ranks of each node, or None if it is not known.
     """
+    model = config.model
+    # The ranks of an engine, and those that share a row, exchange activations in every layer: they
+    # need the node's fast links.
     sizes = {
-        "rollout.tensor_parallel_size": config.rollout.engine_ranks,
-        "model.num_replicas": config.model.num_replicas,
-        "model.sequence_parallel_size": config.model.sequence_parallel_size,
+        "rollout.tensor_parallel_size": (config.rollout.engine_ranks, "an engine stays on one"),
+        "model.num_replicas": (model.num_replicas, ""),
+        "model.sequence_parallel_size": (
+            model.sequence_parallel_size,
+            "those that share a row are on one",
+        ),
     }
-    for key, size in sizes.items():
+    for key, (size, reason) in sizes.items():
         totals = {"the number of ranks": world_size}
-        # The ranks of an engine, and those that share a row, exchange activations in every layer:
-        # they need the node's fast links.
-        if key != "model.num_replicas" and local_world_size is not None:
-            totals["the ranks of a node, since it stays within one"] = local_world_size
+        if reason and local_world_size is not None:
+            totals[f"the ranks of a node, since {reason}"] = local_world_size
         for problem, total in totals.items():
             if total % size:
                 divisors = ", ".join(str(d) for d in range(1, total + 1) if total % d == 0)

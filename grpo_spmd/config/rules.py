@@ -50,6 +50,11 @@ def _errors(config: Config) -> Iterator[str]:
         for name in names.split(", "):
             if name in config.rollout.engine:
                 yield f"rollout.engine.{name}: {reason}"
+    if config.rollout.speculation and config.rollout.engine.get("async_scheduling"):
+        yield (
+            "rollout.engine.async_scheduling: with rollout.speculation each step's drafts need the "
+            "tokens of the step before; take it out"
+        )
     loss = config.loss
     upper = 1.0 + loss.clip_ratio_high
     # dual_clip is used by clip and gspo only; in CISPO the ratio is a detached weight.
@@ -115,7 +120,7 @@ def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
     facts = []
     for condition in conditions.split(" & "):
         key, sign, words = condition.split()
-        value = values.get(key)
+        value = values[key]
         # json.dumps writes null, true and numbers like YAML. A float such as 1.0 is written as 1.
         text = f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
         if (text in words.split("|")) != (sign == "="):
@@ -286,6 +291,9 @@ def _critic_errors(config: Config, has_rewards: bool) -> Iterator[str]:
 def _teacher_errors(config: Config, has_rewards: bool) -> Iterator[str]:
     """Yields the errors of section `teacher`; `has_rewards` is as in `_signal_errors`."""
     teacher = config.teacher
+    # Not in conflicts.tsv: its errors name values, and a template may be pages long.
+    if teacher.prompt_key is not None and teacher.prompt_template is not None:
+        yield "teacher has prompt_key and prompt_template, and takes one of them; take one out"
     if POLICY in teacher.paths.values() and not teacher.sees_other_prompt:
         yield (
             "teacher.path: policy teaches nothing after the policy's own prompt; set "

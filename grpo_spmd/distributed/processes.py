@@ -21,7 +21,6 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from types import FrameType
 from typing import Literal
@@ -288,18 +287,35 @@ def seconds_left(max_time_s: float | None) -> float | None:
     job = os.environ.get("SLURM_JOB_ID")
     if job is None:
         return None
-    # Slurm before 23 sets no SLURM_JOB_END_TIME. "N/A": the job has no limit.
-    command = ["squeue", "-h", "-j", job, "-o", "%e"]
+    # Slurm before 23 sets no SLURM_JOB_END_TIME. The time that is left (%L) depends on no time zone
+    # and no SLURM_TIME_FORMAT, as the time of the end does.
+    command = ["squeue", "-h", "-j", job, "-o", "%L"]
     try:
-        end = subprocess.check_output(command, text=True, timeout=_SQUEUE_TIMEOUT_S).strip()
-        return None if end == "N/A" else datetime.fromisoformat(end).timestamp() - time.time()
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        text = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SQUEUE_TIMEOUT_S, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        text = str(error)
+    time_s = parse_time_left(text)
+    if time_s is None and text.strip() != "UNLIMITED":
         _log.warning(
-            "the end of the Slurm job is not known (%s); "
+            "the end of the Slurm job is not known (squeue said %r); "
             "without training.max_time_s only signals stop the run",
-            error,
+            text,
         )
-    return None
+    return time_s
+
+
+def parse_time_left(text: str) -> int | None:
+    """Returns the seconds that squeue's %L gives as [[days-]hours:]minutes:seconds.
+
+    Returns None for UNLIMITED, INVALID, NOT_SET and everything else.
+    """
+    match = re.match(r"\s*(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)\s*$", text, re.ASCII)
+    if match is None:
+        return None
+    days, hours, minutes, seconds = (int(number or 0) for number in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
 def seconds_since_launch() -> float:

@@ -40,7 +40,7 @@ from grpo_spmd.learn.contexts import (
     row_contexts,
 )
 from grpo_spmd.learn.sampled_step import SampledStep
-from grpo_spmd.proofs.gradient_check import join_ranks
+from grpo_spmd.proofs.gradient_check import count_loss, join_ranks, sum_over_ranks
 from grpo_spmd.proofs.plain import plain_kl
 from grpo_spmd.proofs.synthetic import CheckResult, UpdateCheckSettings
 from grpo_spmd.records import (
@@ -78,8 +78,11 @@ _Row = dict[str, Any]
 class BatchCheck:
     """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
 
-    def __init__(self, settings: UpdateCheckSettings, tokenizer: Any = None) -> None:
-        """Only a rollout with stop strings needs the `tokenizer`."""
+    def __init__(
+        self, settings: UpdateCheckSettings, tokenizer: Any = None, *, counts_rows: bool = True
+    ) -> None:
+        """Only a rollout with stop strings needs the `tokenizer`. `counts_rows` as in Policy."""
+        self._counts_rows = counts_rows
         self._tokenizer = tokenizer
         self._rollout = settings.rollout
         self._advantage = settings.advantage
@@ -157,6 +160,7 @@ class BatchCheck:
         num_wanted = self._rollout.num_prompts_per_step if is_dynamic else math.inf
         find = partial(find_misplaced, decision=decision.rank0_decision, num_wanted=num_wanted)
         result.errors.extend(on_rank0(find, [reports, trained, not_trained]))
+        self._check_denominators(result, batch)
         return result
 
     def rewards_of(self, sampled: SampledStep, decision: Decision) -> dict[int, float]:
@@ -368,6 +372,20 @@ class BatchCheck:
         # If the text ends within a character of several tokens ("\ufffd"), vLLM does not look for
         # stop strings until the character is complete.
         return not text.endswith("\ufffd") and any(stop in text for stop in self._rollout.stop)
+
+    def _check_denominators(self, result: CheckResult, batch: RolloutBatch) -> None:
+        """Collective. Counts the tokens and sequences of each mini-batch over all ranks, and
+        compares the counts with the denominators that the batch states."""
+        counted = [rows if self._counts_rows else [] for rows in batch.mini_batches]
+        counts = iter(sum_over_ranks(count for rows in counted for count in count_loss(rows)))
+        stated = zip(batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
+        for number, pair in enumerate(stated):
+            count = next(counts), next(counts)
+            if count != pair:
+                result.errors.append(
+                    f"mini-batch {number} is to divide by {pair} tokens and sequences, but has "
+                    f"{count}"
+                )
 
 
 def _kl_penalties(batch: RolloutBatch, loss: LossConfig) -> dict[int, float]:

@@ -89,7 +89,7 @@ class UpdateCheck(UpdateObserver):
         self._folder = checkpoint_folder(settings.model_path)
         # Rows of the reference's tensors by name, as read from the model's files.
         self._stored_rows: dict[str, Tensor] = {}
-        self._batch_check = BatchCheck(settings, tokenizer)
+        self._batch_check = BatchCheck(settings, tokenizer, counts_rows=policy.counts_rows)
         self._gradients = GradientCheck(policy, updater, settings, signals)
         # In the first steps of a critic's warm-up the policy makes no optimizer step.
         num_steps = settings.training.num_steps - settings.warmup_steps
@@ -117,6 +117,7 @@ class UpdateCheck(UpdateObserver):
         if self._expects_update:
             raise UpdateCheckError(f"step {step}: the policy was not updated in the step before")
         self._step = step
+        self._adamw.claim = self._claim
         self._expects_update = any(batch.num_loss_tokens) and not self._is_frozen
         is_first = not self._num_runs
         is_early = self._schedule.is_early(step)
@@ -149,7 +150,7 @@ class UpdateCheck(UpdateObserver):
         ]
         rewards = self._batch_check.rewards_of(sampled, decision)
         results += [check(sampled, batch, decision, rewards) for check in self._signal_checks]
-        results.append(self._adamw.open(_EARLY_WINDOW if is_early else _LATER_WINDOW, self._claim))
+        results.append(self._adamw.open(_EARLY_WINDOW if is_early else _LATER_WINDOW))
         # The checks above only collect errors: here those of any rank end the step on all ranks.
         metrics = raise_if_wrong(results, self._claim)
         self._seconds = time.perf_counter() - start
@@ -355,18 +356,16 @@ class AdamwCheck(UpdateObserver):
         self.window = 0
         # The errors in the optimizer steps since `open`.
         self._result = CheckResult()
-        self._claim = ""
+        # The beginning of the message of an error.
+        self.claim = ""
         self._num_updates = 0
         self._clip_factor = 1.0
 
-    def open(self, window: int, claim: str) -> CheckResult:
+    def open(self, window: int) -> CheckResult:
         """Starts to follow the optimizer over its next `window` steps: copies weights and moments,
-        of which the latter are 0 in a fresh optimizer. Returns what is wrong with its settings.
-
-        `claim` is the beginning of the message of a later error."""
+        of which the latter are 0 in a fresh optimizer. Returns what is wrong with its settings."""
         self.window = window
         self._result = CheckResult()
-        self._claim = claim
         self._shadows = []
         self._num_updates = self._updater.state()["num_updates"]
         self._check_groups()
@@ -438,7 +437,7 @@ class AdamwCheck(UpdateObserver):
             if is_made:
                 self._step(shadow)
             self._compare(shadow, previous)
-        raise_if_wrong([self._result], self._claim)
+        raise_if_wrong([self._result], self.claim)
         self.window -= 1
 
     def _step(self, shadow: _Shadow) -> None:

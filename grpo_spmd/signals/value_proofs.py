@@ -251,6 +251,7 @@ class CriticUpdateCheck(AdamwCheck):
         optimizer = dataclasses.replace(policy, lr=config.lr, min_lr=policy.min_lr * ratio)
         num_steps = settings.training.num_run_optimizer_steps
         super().__init__(critic.model, critic, optimizer, num_steps)
+        self.claim = "the critic's update is not what a plain recomputation of it gives"
         # True from a check until the critic has been updated.
         self._expects_step = False
 
@@ -262,8 +263,7 @@ class CriticUpdateCheck(AdamwCheck):
         # The loss and gradient of a value head on the policy are checked with the policy's.
         if isinstance(self._critic.model, ValueModel):
             self._check_gradient(result, groups, batch.micro_batches, self._critic.model)
-        claim = "the critic's update is not what a plain recomputation of it gives"
-        result.errors.extend(self.open(_WINDOW, claim).errors)
+        result.errors.extend(self.open(_WINDOW).errors)
         self._expects_step = any(batch.num_loss_tokens)
 
     def after_step(self, is_made: bool) -> None:

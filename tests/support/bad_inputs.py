@@ -352,8 +352,8 @@ bad_value(
     world_size=3,
 )
 bad_value(
-    "model.sequence_parallel_size (4) must divide the ranks of a node, since it stays within one "
-    "(6): 1, 2, 3, 6 would",
+    "model.sequence_parallel_size (4) must divide the ranks of a node, since those that share a "
+    "row are on one (6): 1, 2, 3, 6 would",
     "model.sequence_parallel_size=4",
     world_size=12,
     local_world_size=6,
@@ -379,8 +379,8 @@ bad_value(
 )
 bad_value("model.num_replicas must be a whole number >= 1; got 0", "model.num_replicas=0")
 bad_value(
-    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since it stays within one "
-    "(6): 1, 2, 3, 6 would",
+    "rollout.tensor_parallel_size (4) must divide the ranks of a node, since an engine stays on "
+    "one (6): 1, 2, 3, 6 would",
     "rollout.tensor_parallel_size=4",
     world_size=12,
     local_world_size=6,

@@ -16,6 +16,7 @@ from grpo_spmd.config import load
 from grpo_spmd.config.describe import config_to_dict, describe_keys, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import apply_override, load_config, load_config_with_sources
+from grpo_spmd.config.rules import met_conditions
 from grpo_spmd.config.schema import Config
 from tests.support.models import write_config
 
@@ -674,3 +675,9 @@ def test_windows_shows_one_device_where_nvidia_s_driver_is(
     assert load.num_gpus() == 0  # another maker's
     (tmp_path / "libcuda.so.1").touch()
     assert load.num_gpus() == 1
+
+
+def test_a_condition_on_a_key_that_does_not_exist_is_an_error() -> None:
+    """Else a misspelt key in conflicts.tsv would switch its rule off."""
+    with pytest.raises(KeyError):
+        met_conditions("rollout.tail_batchin != 1", {"rollout.tail_batching": 1.0})

@@ -328,6 +328,10 @@ def test_a_page_by_hand(tmp_path: Path) -> None:
     # elements, 248 with
     # padding, 2 bytes each
     assert values["bytes of a sync"] == "496 B"
+    assert " + 112 B of padding to full shards" in rows["bytes of a sync"][1]
+    alone = rows_of(a_config(tmp_path), model)
+    assert alone["bytes of a sync"][0] == "384 B"
+    assert "padding" not in alone["bytes of a sync"][1]
     assert values["collectives of a sync, on GPUs"] == "1"
     assert values["master parameters"] == "248 B"
     assert values["AdamW's moments"] == "496 B"
@@ -360,6 +364,19 @@ def test_without_the_model_the_rest_is_still_said(tmp_path: Path) -> None:
     assert rows["samples, generated"][0] == ">= 24"
     assert rows["epochs of the data"][0] == ">= 5.00"
     assert rows["extra passes for old logprobs"][0] == "0"
+
+
+def test_a_critic_learns_in_the_policys_update_or_in_its_own(tmp_path: Path) -> None:
+    inputs = ("advantage.estimator=gae", "advantage.normalize_std=batch", "training.num_epochs=3")
+    rows = [
+        rows_of(a_config(tmp_path, *inputs, f"critic.path={path}"), None)["passes of the critic"]
+        for path in ("policy", "some/critic")
+    ]
+    values = "a forward of all rollouts for their values"
+    assert rows == [
+        ["1", f"{values}; it learns in the policy's update"],
+        ["4", f"{values}, and 3 for its own update"],
+    ]
 
 
 def test_tail_batching_begins_more_than_a_step_takes(tmp_path: Path) -> None:
@@ -563,6 +580,13 @@ def test_lora_offload_and_replicas_change_what_a_rank_holds(tmp_path: Path) -> N
         values["of it in host memory"] == values["state between updates"] == "564 B"
     )  # 228 + 112 + 224
     assert "reference" not in values
+    reasons = {name: reason for name, _, reason in explain.training_rows(config, model, 2)}
+    assert (
+        "28 trained parameters of a shard of the adapters (rank 2) " in reasons["master parameters"]
+    )
+    # config.json names no sizes.
+    assert values["logits of a chunk"] == "unknown"
+    assert reasons["logits of a chunk"].startswith("config.json does not name the sizes")
     # one rank of a shard, which needs no bucket: W + BA of the 8 x 6 product, and W, in float32; A
     # whole (2 x 6). W
     # rounded, 48 x 2, comes when the W in float32 is gone, the lm_head's 60 x 2 when W + BA is

@@ -20,6 +20,7 @@ from grpo_spmd.distributed.preemption import (
     remove_marker,
     write_marker,
 )
+from grpo_spmd.distributed.processes import parse_time_left
 from grpo_spmd.distributed.session import end_session, start_session
 from grpo_spmd.records import ScoredRollouts
 
@@ -189,6 +190,28 @@ def test_without_a_deadline_only_signals_stop(
     for _ in range(5):
         runs(preemption, clock, 1e6)
     assert preemption.guard(lambda: ScoredRollouts(texts=["a"]))().texts == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("1-02:03:04\n", 93784),
+        ("10-00:00:00", 864000),
+        ("23:59:59\n", 86399),
+        ("1:00:00", 3600),
+        ("59:01", 3541),
+        ("0:07\n", 7),
+        ("UNLIMITED\n", None),
+        ("INVALID", None),
+        ("NOT_SET", None),
+        ("", None),
+        ("0:10\n0:20\n", None),
+        ("-1:00", None),
+        ("7", None),
+    ],
+)
+def test_what_squeue_says(text: str, seconds: int | None) -> None:
+    assert parse_time_left(text) == seconds
 
 
 # Signals

@@ -13,12 +13,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from grpo_spmd.config.schema import AdvantageConfig, DataConfig, EnvironmentConfig, RolloutConfig
+from grpo_spmd.config.schema import (
+    AdvantageConfig,
+    DataConfig,
+    EnvironmentConfig,
+    LossConfig,
+    RolloutConfig,
+)
+from grpo_spmd.distributed.reductions import Sum
 from grpo_spmd.engine.weight_map import TensorPart, fused_rows
 from grpo_spmd.engine.weight_proof import _coefficients, matches, row_fingerprints
 from grpo_spmd.learn.losses import TILT_SUMS, mismatch_sums
 from grpo_spmd.proofs.batch_check import BatchCheck, check_data, check_stop_ids
+from grpo_spmd.proofs.gradient_check import GradientCheck
 from grpo_spmd.proofs.logprob_check import LogprobCheck, MismatchError
+from grpo_spmd.proofs.plain import LossTerm
 from grpo_spmd.proofs.synthetic import CheckResult
 from grpo_spmd.records import Completion, Prompt, RolloutGroup, ScoredRollouts
 
@@ -326,3 +335,20 @@ def test_stop_tokens_are_read_from_a_file_with_a_byte_order_mark(tmp_path: Path)
     (tmp_path / "generation_config.json").write_text('\ufeff{"eos_token_id": [3, 4]}', "utf-8")
     assert check_stop_ids(tmp_path, _Tokenizer(), {3, 4, 7}).errors == []
     assert check_stop_ids(tmp_path, _Tokenizer(), {3, 7}).errors != []
+
+
+@pytest.mark.parametrize("is_in_total", [False, True])
+def test_a_total_without_the_value_loss_is_seen(is_in_total: bool) -> None:
+    """Also where the trainer reports no value loss."""
+    bounds = SimpleNamespace(term=1e-4)
+    check: Any = SimpleNamespace(_loss=LossConfig(), score_bound=1e-4, _bounds=bounds)
+    loss, balance, value = (LossTerm(torch.tensor(x), x) for x in (2.0, 0.25, 0.5))
+    totals: Any = {
+        "loss": Sum(2.25 + 0.5 * is_in_total),
+        "router_aux": Sum(0.25),
+    }
+    result = CheckResult()
+    terms = {"loss": loss, "router_aux": balance, "value": value}
+    GradientCheck._compare_terms(check, result, totals, terms)
+    expected = "the term 'loss' of the loss, relative to the sum of its |summands|, is off by 0.182"
+    assert [error[: len(expected)] for error in result.errors] == [expected] * (not is_in_total)

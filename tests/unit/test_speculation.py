@@ -454,7 +454,8 @@ def test_texts_of_prompts_that_do_not_recur_are_not_kept() -> None:
     ("rollout", "message"),
     [
         ({"tail_batching": 1.5}, "rollout.speculation is auto and rollout.tail_batching is 1.5: "),
-        ({"engine": {"async_scheduling": True}}, "rollout.engine.async_scheduling is true and"),
+        ({"engine": {"async_scheduling": True}}, "rollout.engine.async_scheduling: with rollout."),
+        ({"engine": {"async_scheduling": 1}}, "rollout.engine.async_scheduling: with rollout."),
         ({"engine": {"speculative_config": {}}}, "rollout.engine.speculative_config: "),
     ],
 )

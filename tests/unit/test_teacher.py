@@ -441,7 +441,7 @@ def test_refusals_name_key_value_and_remedy(tmp_path: Path, folders: list[Path])
         ),
         (
             [live, "teacher.prompt_key=answer", "teacher.prompt_template='{answer}'"],
-            "the teacher takes one of them",
+            "teacher has prompt_key and prompt_template, and takes one of them",
         ),
         (
             [live, "teacher.prompt_key=answer", "teacher.loss=topk", "teacher.top_k=98"],

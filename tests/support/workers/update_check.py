@@ -189,14 +189,20 @@ class Trials:
         return {name: p.detach().to_local().clone() for name, p in policy.named_parameters()}  # type: ignore[attr-defined]
 
     def sees(
-        self, expected: str, config: Config | None = None, within: Any = None, **changes: Any
+        self,
+        expected: str,
+        config: Config | None = None,
+        within: Any = None,
+        step: str = "",
+        **changes: Any,
     ) -> None:
         try:
             with within or nullcontext():
                 self.run(config or self.config, **changes)
         except Rank0Error as error:
             assert expected in str(error), (expected, str(error))  # noqa: PT017
-            assert ("the update is not what a plain recomputation of it gives: rank") in str(error)  # noqa: PT017
+            claim = "the update is not what a plain recomputation of it gives: rank"
+            assert f"{step}{claim}" in str(error), str(error)  # noqa: PT017
         else:
             raise AssertionError(f"was not seen: {expected}")
 
@@ -358,7 +364,8 @@ def faults(trials: Trials) -> int:
     def clears(updater: Any) -> None:
         updater.optimizer.register_step_pre_hook(lambda optimizer, *_: optimizer.state.clear())
 
-    sees("AdamW's exp_avg of", change_updater=clears)
+    # The first step's optimizer has no moments to lose. The check of the second one's began before.
+    sees("AdamW's exp_avg of", change_updater=clears, step="step 1: ")
     sees("the step of AdamW on", trained=_with(config, "optimizer", warmup_steps=10))
     scheduled = _with(config, "optimizer", schedule="cosine", min_lr=1e-6)
     trials.run(scheduled)
@@ -391,8 +398,15 @@ def faults(trials: Trials) -> int:
     )
     sees("has the advantage", within=halved)
     sees(
-        "the loss divides by",
+        "is to divide by",
         change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[b.num_loss_tokens[0] + 1]),
+        step="step 0: ",
+    )
+    # The update passes such a mini-batch over: nothing would be trained.
+    sees(
+        "is to divide by",
+        change_batch=lambda b: dataclasses.replace(b, num_loss_tokens=[0], num_loss_sequences=[0]),
+        step="step 0: ",
     )
     decode = assemble.decode_rollouts
 
