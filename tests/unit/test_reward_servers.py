@@ -681,6 +681,8 @@ def test_a_pace_that_the_watchdog_would_end_is_refused() -> None:
         ConfigError, match=r"the 200 calls of an evaluation take 1,188 s.*\{eval: 1440\}"
     ):
         check(slime, {"reward": 900}, num_evaluated=200)
+    # The rank with 64 calls has two of three a minute; the slowest has 56 calls: 55 distances.
+    check(slime | {"max_per_minute": 3}, {"reward": 3301})
 
 
 # What a config may say
