@@ -1,9 +1,10 @@
 """Compares loss and gradient of a few synthetic micro-batches with a plain recomputation.
 
-The plain side is transformers' own forward pass with the attention of plain.py, one row
-per sequence, full logits, log_softmax in float32, and its loss. The trainer's side
-is the very code of the update (PolicyUpdater.accumulate). The plain gradient is subtracted from the
-trainer's, so that `.grad` holds the difference. At the end all gradients are dropped.
+The rows are those of synthetic.py. The plain side is transformers' own forward pass with the
+attention of plain.py, one row per sequence, full logits, log_softmax in float32, and the loss of
+plain.py. The trainer's side is the very code of the update (PolicyUpdater.accumulate). The plain
+gradient is subtracted from the trainer's, so that `.grad` holds the difference. At the end all
+gradients are dropped.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _MAX_NAMED = 4
 
 
 class _Bounds(NamedTuple):
-    """The bounds of the other differences, for one number format."""
+    """The bounds of differences other than those of scores, for one number format."""
 
     term: float
     """For a term of the loss, relative to the sum of the absolute values of its summands."""
@@ -373,7 +374,12 @@ class GradientCheck:
         return self._policy.replays_routes and self._loss.router_aux_coef > 0
 
     def _plain_pass(
-        self, trial: _Trial, sign: float, result: CheckResult | None = None
+        self,
+        trial: _Trial,
+        sign: float,
+        result: CheckResult | None = None,
+        *,
+        in_float32: bool = False,
     ) -> tuple[_PlainScores, dict[str, LossTerm]]:
         """Collective. Adds the gradient of the plain loss, times `sign`, to the parameters'
         gradients. Returns the plain scores and the terms of the loss.
@@ -382,10 +388,11 @@ class GradientCheck:
         policy = self._policy
         routes = plain_routes(trial.rollouts, trial.device)
         # The backward pass is within plain attention too, since activation checkpointing may run
-        # layers again.
+        # layers again. The plain routers compute in float32 too, if asked for.
         with (
             use_plain_attention(policy.model),
             use_plain_routes(policy.model, routes) as router_logits,
+            use_float32(policy) if in_float32 else nullcontext(),
         ):
             plain = _plain_scores(
                 policy, trial.rollouts, self._settings.rollout.temperature, trial.device
@@ -558,8 +565,7 @@ class GradientCheck:
         critic's term is left out."""
         self._updater.optimizer.zero_grad(set_to_none=True)
         rounded, _ = self._plain_pass(trial, 1.0)
-        with use_float32(self._policy):
-            exact, _ = self._plain_pass(trial, -1.0)
+        exact, _ = self._plain_pass(trial, -1.0, in_float32=True)
         noise = mean_difference(rounded.logprobs.detach(), exact.logprobs.detach())
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(self._policy))
 

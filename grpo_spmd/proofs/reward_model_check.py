@@ -95,7 +95,7 @@ class RewardModelCheck:
         padded = [*chosen, *[None] * (_NUM_TEXTS - len(chosen))]
         pairs = [pair for text in padded for pair in self._check(result, text)]
         num_texts, total, noise = sum_over_ranks(
-            [len(pairs), *(sum(column) for column in zip((0.0, 0.0), *pairs, strict=True))]
+            [len(pairs), sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)]
         )
         # The mean of several texts has a smaller bound than the difference of one.
         if num_texts >= _NUM_TEXTS and not result.errors:

@@ -204,10 +204,13 @@ class UpdateCheck(UpdateObserver):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Returns a context manager. Adds the seconds within it to those of the check."""
+        """Returns a context manager. Adds the seconds within it to those of the check, if the
+        optimizer is followed."""
+        is_followed = self._adamw.window > 0
         start = time.perf_counter()
         yield
-        self._seconds += time.perf_counter() - start
+        if is_followed:
+            self._seconds += time.perf_counter() - start
 
     def _check_reference(self, sampled: SampledStep, decision: Decision) -> CheckResult:
         """Collective. Compares the reference's logprobs with plain ones, and its weights with the

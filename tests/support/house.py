@@ -53,7 +53,7 @@ ROOM_TOKENS = {
     "rewards": 28_630,
     "model": 29_000,
     "learn": 19_750,
-    "proofs": 19_480,
+    "proofs": 19_510,
     "observe": 21_250,
     "engine": 22_250,
     "episodes": 23_920,
@@ -66,7 +66,7 @@ ROOM_TOKENS = {
     "loop": 800,
     "train": 600,
     "demo": 5_420,
-    "tools": 54_200,
+    "tools": 54_150,
     "cli": 900,
     "api": 1_200,
 }

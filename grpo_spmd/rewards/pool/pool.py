@@ -325,9 +325,6 @@ class RewardPool(ProcessPool):
     def _too_long(self, worker: WorkerProcess) -> str:
         return f"took longer than timeout_s={self._limits.timeout_s(worker.call):g}"
 
-    def _ended(self, reason: str) -> RewardError:
-        return RewardError(reason)
-
     def _stop_if_hopeless(self) -> None:
         """Raises RewardError if there are already too many timeouts for the whole step."""
         scoring = self._current

@@ -35,6 +35,7 @@ from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import pack, pack_functions
 from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, MAX_FRAME_BYTES, take_frame, to_frame
+from grpo_spmd.rewards.trl import RewardError
 
 # Seconds for the nursery to start. This is long, since a user's file may load a model on import.
 _START_S = 600.0
@@ -188,7 +189,7 @@ class ProcessPool:
             os.close(self._log)
             self._log = None
 
-    # A subclass defines the next four methods.
+    # A subclass defines the next three methods, and perhaps the fourth.
 
     def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
         """Called with a worker's message about its running call.
@@ -210,7 +211,7 @@ class ProcessPool:
 
     def _ended(self, reason: str) -> Exception:
         """Returns the exception to raise if the nursery ended or cannot load the user's code."""
-        raise NotImplementedError
+        return RewardError(reason)
 
     # The methods below exchange messages with the workers.
 

@@ -627,37 +627,32 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
     """
     if plan.fits:
         return []
-    candidates = _try_changes(Suggestion((), plan), replan, _lacking(plan))
-    fitting = [candidate for candidate in candidates if candidate.plan.fits]
+    start = Suggestion((), plan)
+    fitting = [candidate for candidate in _try_changes(start, replan) if candidate.plan.fits]
     if fitting:
         return sorted(fitting, key=_cost)
-    best = _add_up(Suggestion((), plan), candidates, replan)
+    best = _add_up(start, replan)
     if not best.plan.fits and not plan.case.config.model.lora.rank:
         # Not every config can train adapters; then replan raises.
         with suppress(ConfigError):
-            start = Suggestion((_LORA,), replan((_LORA,)))
-            changed = [] if start.plan.fits else _try_changes(start, replan, _lacking(start.plan))
-            adapters = _add_up(start, changed, replan)
+            adapters = _add_up(Suggestion((_LORA,), replan((_LORA,))), replan)
             best = adapters if adapters.plan.fits else best
     return [best] if best.overrides else []
 
 
-def _lacking(plan: Plan) -> set[str]:
-    """Returns the phases that do not fit."""
-    return {phase for phase in plan.phases if plan.margin_of(phase) < 0}
-
-
-def _add_up(start: Suggestion, candidates: list[Suggestion], replan: Planner) -> Suggestion:
+def _add_up(start: Suggestion, replan: Planner) -> Suggestion:
     """Returns `start` with overrides added, each time the one that leaves most room, until the plan
-    fits or no override helps. `candidates` are `start` with one more override each."""
+    fits or no override helps."""
     best = start
-    while candidates:
-        candidate = max(candidates, key=lambda s: (s.plan.margin_gib, -s.plan.step_s))
+    while not best.plan.fits:
+        candidate = max(
+            _try_changes(best, replan),
+            key=lambda suggestion: (suggestion.plan.margin_gib, -suggestion.plan.step_s),
+            default=best,
+        )
         if candidate.plan.margin_gib <= best.plan.margin_gib:
             break
         best = candidate
-        # Only a change that helps the tightest phase can leave more room.
-        candidates = [] if best.plan.fits else _try_changes(best, replan, {best.plan.tightest})
     return best
 
 
@@ -668,10 +663,11 @@ def _cost(suggestion: Suggestion) -> tuple[float, int, float]:
     return plan.step_s, plan.case.num_micro_batches, -plan.margin_gib
 
 
-def _try_changes(start: Suggestion, replan: Planner, short: set[str]) -> list[Suggestion]:
-    """Returns `start` with one more override, for each that could help. `short` are the phases that
-    do not fit."""
+def _try_changes(start: Suggestion, replan: Planner) -> list[Suggestion]:
+    """Returns `start` with one more override, for each that could help a phase that does not
+    fit."""
     candidates = []
+    short = {phase for phase in start.plan.phases if start.plan.margin_of(phase) < 0}
     for change in _changes(start.plan, short):
         # A new value of a key replaces an earlier override of the same key.
         key = change.partition("=")[0] + "="

@@ -52,10 +52,10 @@ class TokenPieces:
                 pieces += self._decode_parts(members)
             else:
                 pieces += [self._text(token_id) or "" for token_id in members]
-        whole = self._decode(ids)
-        if "".join(pieces) == f" {whole}":
+        decoding = self._decode(ids)
+        if "".join(pieces) == f" {decoding}":
             pieces[0] = pieces[0].removeprefix(" ")
-        return _make_whole(pieces, whole)
+        return _make_whole(pieces, decoding)
 
     def _decode_parts(self, ids: Sequence[int]) -> list[str]:
         """Returns the pieces of neighbouring tokens that are parts of characters."""
@@ -90,12 +90,12 @@ class TokenPieces:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def _make_whole(pieces: list[str], whole: str) -> list[str]:
-    """Returns `pieces` if they make the text `whole`, else `whole` as the piece of the last token,
-    as where invalid bytes change the decoding of those before them."""
-    if "".join(pieces) == whole:
+def _make_whole(pieces: list[str], decoding: str) -> list[str]:
+    """Returns `pieces` if they make the text `decoding`, else that text as the piece of the last
+    token, as where invalid bytes change the decoding of those before them."""
+    if "".join(pieces) == decoding:
         return pieces
-    return [*[""] * (len(pieces) - 1), whole]
+    return [*[""] * (len(pieces) - 1), decoding]
 
 
 def read_pieces(run_dir: Path) -> TokenPieces | None:

@@ -488,12 +488,12 @@ class StepPage:
             # A browser lists a few thousand rollouts without delay.
             if len(self.shown) >= 2_000 or self._num_bytes_left <= 0:
                 return False
-            made = self.make(index, reason)
-            if made is None:
+            candidate = self.make(index, reason)
+            if candidate is None:
                 self._broken.add(index)
             # A group stores its prompt only once, so its size is not counted for each rollout.
-            elif self._spend([made.fields, made.prompt if reason != "group" else ""]):
-                self.shown[index] = made
+            elif self._spend([candidate.fields, candidate.prompt if reason != "group" else ""]):
+                self.shown[index] = candidate
             else:
                 return False
         rollout = self.shown.get(index)

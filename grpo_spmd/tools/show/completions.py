@@ -369,8 +369,8 @@ def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
     label = (terminal.columns - 2) // num_columns - 12
     # The times of phases are shown as bars.
     is_bar = re.compile(r"time/(?!wall)\w+_s").fullmatch
-    shown = sorted(name for name in metrics if "/" in name and not is_bar(name))
-    for block, members in groupby(shown, lambda name: name.partition("/")[0]):
+    all_names = sorted(name for name in metrics if "/" in name and not is_bar(name))
+    for block, members in groupby(all_names, lambda name: name.partition("/")[0]):
         names = list(members)
         yield terminal.line(block, "role")
         num_rows = -(-len(names) // num_columns)  # rounded up

@@ -38,8 +38,8 @@ def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
     merge = np.max if is_peak else np.mean
     drawn: list[float] = []
     for neighbours in np.array_split(np.array(floats), max(1, min(width, len(values)))):
-        known = neighbours[np.isfinite(neighbours)]
-        drawn.append(float(merge(known)) if len(known) else math.nan)
+        numbers = neighbours[np.isfinite(neighbours)]
+        drawn.append(float(merge(numbers)) if len(numbers) else math.nan)
     finite = [value for value in drawn if math.isfinite(value)]
     low = min(finite, default=0.0)
     spread = max(finite, default=0.0) - low
