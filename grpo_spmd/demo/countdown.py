@@ -163,8 +163,8 @@ def _draw_batch(rng: random.Random, correct_frac: float) -> list[Example]:
     """Draws tasks of two numbers with an equation each; `correct_frac` of these are correct."""
     batch = []
     for task in rng.choices(solvable_tasks(), k=_BATCH_SIZE):
-        is_correct = correct_frac == 1 or rng.random() < correct_frac
-        equation = rng.choice(correct_equations(*task)) if is_correct else random_equation(rng)
+        is_solved = correct_frac == 1 or rng.random() < correct_frac
+        equation = rng.choice(correct_equations(*task)) if is_solved else random_equation(rng)
         batch.append(make_example(prompt_text(*task), equation))
     return batch
 

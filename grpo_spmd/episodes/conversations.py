@@ -77,7 +77,8 @@ class TreeTurn:
     key: str = ""
     """A key for the turn's seed that does not depend on the order of requests."""
     max_tokens: int = 0
-    """The most tokens that the turn may sample."""
+    """The most tokens that the turn may sample. Until it is finished, all of them count against the
+    limits."""
     requested_tokens: int | None = None
     """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
@@ -180,11 +181,6 @@ def leaves_of(turns: Sequence[TreeTurn]) -> list[TreeTurn]:
     return [turn for turn in finished if turn not in parents]
 
 
-def tokens_beside(turn: TreeTurn, turns: Sequence[TreeTurn]) -> int:
-    """Returns the number of tokens of all segments but the one that `turn` extends."""
-    return sum(len(leaf.token_ids()) for leaf in leaves_of(turns) if leaf not in turn.path)
-
-
 class OpenEpisode:
     """The state of one running episode. Text that is in the context is never encoded again."""
 
@@ -199,6 +195,10 @@ class OpenEpisode:
         self._limits = limits
         self.tools = tools
         self.opening = prompt
+        self.context_ids = list(prompt_ids)
+        """All tokens of the conversation so far."""
+        # The tokens of all segments, including the one that still grows.
+        self._num_all_tokens = len(prompt_ids)
         # The turn that is sampled next, or, until the environment has answered it, the last one.
         self._turn = TreeTurn(None, prompt_ids)
         self._num_prompt_tokens = len(prompt_ids)
@@ -211,12 +211,7 @@ class OpenEpisode:
         self.status: str | None = None
         """How the episode ended; None while it runs."""
         if self.max_turn_tokens() < 1:
-            self._end_without_room(self._turn)
-
-    @property
-    def context_ids(self) -> list[int]:
-        """Returns all tokens of the conversation so far."""
-        return self._turn.token_ids()
+            self._end_without_room(self.context_ids, self._num_all_tokens)
 
     @property
     def token_ids(self) -> list[int]:
@@ -225,7 +220,8 @@ class OpenEpisode:
 
     def max_turn_tokens(self) -> int:
         """Returns the most tokens that the next turn may sample; below 1 there is no room."""
-        return min(self._limits.max_turn_tokens, *self._rooms(self._turn))
+        rooms = self._rooms(self.context_ids, self._num_all_tokens)
+        return min(self._limits.max_turn_tokens, *rooms)
 
     def add_turn(
         self, completion: Completion, message: Message, num_invalid: int, ends_without_call: bool
@@ -236,6 +232,10 @@ class OpenEpisode:
         With `ends_without_call` a turn that calls no tool is the last one.
         """
         self._turn.completion = completion
+        # The ids as they were sampled, and not the ids of the parsed text. It is a new list, since
+        # the turn's request holds the old one.
+        self.context_ids = [*self.context_ids, *completion.token_ids]
+        self._num_all_tokens += len(completion.token_ids)
         self.turns.append(self._turn)
         self.messages.append(message)
         has_calls = bool(message.get("tool_calls"))
@@ -271,7 +271,7 @@ class OpenEpisode:
             self.status = "max_turns"
         # With "too_long" the worker did not send the messages, because they were far too large.
         elif values.get("too_long") or num_chars(values["messages"]) > max_chars:
-            self._end_without_room(self._turn)
+            self._end_without_room(self.context_ids, self._num_all_tokens)
         else:
             self._add_messages(values["messages"], chat)
 
@@ -303,33 +303,31 @@ class OpenEpisode:
         if not messages:
             raise ValueError("step() gave no observation, although the episode is not done")
         history = [*self.opening, *self.messages]
-        context_ids = self.context_ids
-        ids, continues = chat.next_ids(context_ids, history, messages, self.tools)
+        ids, continues = chat.next_ids(self.context_ids, history, messages, self.tools)
         # If the template rewrote earlier turns, their tokens stay as they were sampled, and a new
         # segment begins.
-        turn = TreeTurn(None, ids)
-        if continues:
-            turn = TreeTurn(self._turn, ids[len(context_ids) :])
-        if min(self._rooms(turn)) < 1:
-            self._end_without_room(turn)
+        new_ids = ids[len(self.context_ids) :] if continues else ids
+        num_all_tokens = self._num_all_tokens + len(new_ids)
+        if min(self._rooms(ids, num_all_tokens)) < 1:
+            self._end_without_room(ids, num_all_tokens)
             return
-        self._turn = turn
+        self._turn = TreeTurn(self._turn if continues else None, new_ids)
+        self.context_ids = list(ids)
+        self._num_all_tokens = num_all_tokens
         self.messages += messages
 
-    def _rooms(self, turn: TreeTurn) -> tuple[int, int]:
-        """Returns how many more tokens fit after a turn: (by the limit `max_tokens`, by the other
-        limits)."""
+    def _rooms(self, ids: Sequence[int], num_all_tokens: int) -> tuple[int, int]:
+        """Returns how many more tokens fit after the context `ids`: (by the limit `max_tokens`, by
+        the other limits). `num_all_tokens` counts all segments, including this context."""
         limits = self._limits
-        length = len(turn.token_ids())
-        all_room = limits.max_all_tokens - tokens_beside(turn, self.turns)
         return (
-            limits.max_tokens - (length - self._num_prompt_tokens),
-            min(limits.max_model_len, all_room) - length,
+            limits.max_tokens - (len(ids) - self._num_prompt_tokens),
+            min(limits.max_model_len - len(ids), limits.max_all_tokens - num_all_tokens),
         )
 
-    def _end_without_room(self, turn: TreeTurn) -> None:
+    def _end_without_room(self, ids: Sequence[int], num_all_tokens: int) -> None:
         """Ends the episode with the status of the limit that leaves the fewest tokens."""
-        episode_room, context_room = self._rooms(turn)
+        episode_room, context_room = self._rooms(ids, num_all_tokens)
         self.status = "max_tokens" if episode_room <= context_room else "context_overflow"
 
 
@@ -524,7 +522,14 @@ class ConversationTree:
                 "episode_max_tokens",
                 f"the conversation has had its environment.max_tokens={self._limits.max_tokens}",
             )
-        session_room = self._limits.max_all_tokens - tokens_beside(turn, self._turns) - length
+        # The tokens of all segments but the one that this turn extends. A leaf that is still being
+        # sampled counts with all tokens that it may sample.
+        num_other_tokens = sum(
+            len(leaf.token_ids()) + (0 if leaf.completion else leaf.max_tokens)
+            for leaf in self._turns
+            if not leaf.num_children and leaf is not turn.parent
+        )
+        session_room = self._limits.max_all_tokens - num_other_tokens - length
         if session_room < 1:
             raise self._limit_error(
                 "episode_max_all_tokens",

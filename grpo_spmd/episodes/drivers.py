@@ -368,18 +368,17 @@ def read_step(result: Any) -> Fields:
     The value may have any form in the module's docstring; BrokenContractError is raised for others,
     and ValueError for a reward that is neither a finite number nor None.
     """
-    if isinstance(result, tuple) and len(result) == 5:
-        observation, reward, terminated, truncated, _ = result
-        done = terminated or truncated
-    elif isinstance(result, tuple) and len(result) in (3, 4):
-        observation, reward, done = result[:3]
-    elif isinstance(result, Mapping) or (
-        hasattr(result, "observation") and hasattr(result, "done")
-    ):
+    # Asked first, since a named tuple with these attributes may have them in any order.
+    if isinstance(result, Mapping) or (hasattr(result, "observation") and hasattr(result, "done")):
         observation = _get(result, "observations", _get(result, "observation"))
         reward = _get(result, "reward")
         ended = _get(result, "terminated") or _get(result, "truncated")
         done = _get(result, "done", ended)
+    elif isinstance(result, tuple) and len(result) == 5:
+        observation, reward, terminated, truncated, _ = result
+        done = terminated or truncated
+    elif isinstance(result, tuple) and len(result) in (3, 4):
+        observation, reward, done = result[:3]
     else:
         raise BrokenContractError(
             f"step() returned {type(result).__name__}, and not (observation, reward, terminated, "

@@ -93,6 +93,8 @@ class EnvironmentPool(ProcessPool):
     """
 
     _what = "environment"
+    # A worker's reply with messages of at most `max_chars` characters always fits into this.
+    _max_frame_bytes = 256 << 20
 
     def __init__(
         self,
@@ -126,6 +128,8 @@ class EnvironmentPool(ProcessPool):
         self._waiting: deque[tuple[ConversationId, Fields]] = deque()
         self._live: dict[ConversationId, _LiveEpisode] = {}
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
+        # By number of a worker that ended between two calls: how it ended.
+        self._ends: dict[int, str] = {}
         self._num_calls = 0
         self._warned = set[str]()
         self._engine_s: Callable[[ConversationId], float] = lambda conversation: 0.0
@@ -282,7 +286,9 @@ class EnvironmentPool(ProcessPool):
                 return False
             if episode.worker.number in self._workers:
                 self._discard(episode.worker)
-            reason = "does not take a call: its process has ended, or is stopped"
+            # The nursery may not have reported yet how the process ended.
+            end = self._ends.get(episode.worker.number, "has ended, or is stopped")
+            reason = f"does not take a call: its process {end}"
             self._failed(episode.worker, call, "error", reason)
         return True
 
@@ -350,8 +356,10 @@ class EnvironmentPool(ProcessPool):
         self, worker: WorkerProcess, call: _Call | None, kind: HowItFailed, reason: str
     ) -> None:
         """Adds a Failure for `poll` to return, now or at the next call of the worker's episode."""
-        # If the worker ended between two calls, the next call of its episode reports the failure.
-        if call:
+        if call is None:
+            # The next call of the worker's episode reports the failure.
+            self._ends[worker.number] = reason
+        else:
             self._live.pop(call.conversation, None)
             failure = Failure(f"env_{kind}", f"{call.location} {reason}", self._seconds(call))
             self._replies.append((call.conversation, failure))

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from email.utils import parsedate_to_datetime
+from email.utils import mktime_tz, parsedate_tz
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -151,6 +151,7 @@ class JsonClient:
 
         # Imported here, since this takes 0.2 s and most runs ask no server.
         import aiohttp
+        from aiohttp.http_exceptions import HttpProcessingError
 
         def ask() -> Any:
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
@@ -161,8 +162,17 @@ class JsonClient:
             return ask() if limit_s is None else within(limit_s + _GRACE_S, ask)
         except aiohttp.ClientConnectorCertificateError as error:
             raise FailedCallError(f"cannot be asked: {error.certificate_error}") from None
-        except (aiohttp.ClientError, OSError, UnicodeError) as error:
-            reason = f"{type(error).__name__} {' '.join(str(error).split())}".strip()
+        # aiohttp's parser in Python, used where its C code is missing, raises HttpProcessingError.
+        except (aiohttp.ClientError, HttpProcessingError, OSError, UnicodeError) as error:
+            details = " ".join(str(error).split())
+            reason = f"{type(error).__name__}: {details}" if details else type(error).__name__
+            if isinstance(error, aiohttp.ClientConnectorError) and error.strerror:
+                # aiohttp's message has two addresses around the reason, so take the reason alone.
+                # The error numbers of DNS and TLS are not errno's, so os.strerror is wrong there.
+                has_errno = not isinstance(
+                    error, aiohttp.ClientConnectorDNSError | aiohttp.ClientSSLError
+                )
+                reason = os.strerror(error.errno) if has_errno and error.errno else error.strerror
             address = self._url.partition("?")[0]
             message = f"did not answer: {self._redact(f'{reason} ({address})')}"
             raise FailedCallError(message, may_retry=True) from None
@@ -245,7 +255,9 @@ def retry_after_s(value: str) -> float | None:
     if re.fullmatch(r"\s*\d{1,9}\s*", value):
         return float(value)
     try:
-        return max(parsedate_to_datetime(value).timestamp() - time.time(), 0.0)
+        # A date without a zone is in UTC.
+        date = parsedate_tz(value)
+        return None if date is None else max(mktime_tz(date) - time.time(), 0.0)
     except (ValueError, OverflowError):
         return None
 

@@ -8,6 +8,7 @@ columns (the data set's right answers).
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import sys
@@ -186,17 +187,18 @@ def pack_functions(rewards: Sequence[RewardConfig]) -> dict[str, bytes]:
             continue
         entry = f"rewards.{index}"
         function = registered_function(spec, entry)
-        try:
-            content[spec] = pack(function)
-        # PicklingError, TypeError, or whatever a user's __reduce__ raises.
-        except Exception as error:
-            name = spec.rpartition(":")[2]
-            message = str(error).partition("\n")[0]
-            raise ConfigError(
-                f"{entry}: {name} cannot be handed to the processes that score "
-                f"({type(error).__name__}: {message}); create the object that it uses inside the "
-                "function"
-            ) from None
+        with _unknown_module_by_value(function):
+            try:
+                content[spec] = pack(function)
+            # PicklingError, TypeError, or whatever a user's __reduce__ raises.
+            except Exception as error:
+                name = spec.rpartition(":")[2]
+                message = str(error).partition("\n")[0]
+                raise ConfigError(
+                    f"{entry}: {name} cannot be handed to the processes that score "
+                    f"({type(error).__name__}: {message}); create the object that it uses inside "
+                    "the function"
+                ) from None
     return content
 
 
@@ -216,6 +218,32 @@ def unpack_functions(content: Mapping[str, bytes]) -> None:
     Raises whatever their imports raise.
     """
     _registered.update({spec: unpack(packed) for spec, packed in content.items()})
+
+
+@contextlib.contextmanager
+def _unknown_module_by_value(function: Function) -> Iterator[None]:
+    """Has cloudpickle send the function's module by value, within the block, if other processes
+    cannot import it.
+
+    A notebook tool, for instance, may have created a module that exists in this process only.
+    """
+    inner = inspect.unwrap(unwrap_partial(function))
+    name = getattr(inner, "__module__", None) or type(inner).__module__
+    module = sys.modules.get(name)
+    if module is None or name == "__main__" or _can_be_imported(name):
+        yield
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _can_be_imported(name: str) -> bool:
+    """Returns True if Python finds the top-level package of a module by its name."""
+    top = name.partition(".")[0]
+    return top in sys.stdlib_module_names or machinery.PathFinder.find_spec(top) is not None
 
 
 # Checks of the gold columns. In a row without a usable gold value, every completion's reward is

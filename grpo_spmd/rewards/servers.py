@@ -36,6 +36,7 @@ from grpo_spmd.rewards.client import (
     as_finite,
     headers_of,
 )
+from grpo_spmd.rewards.pool.call_limits import share_of
 
 # The columns that may have the label; the first one that is not null is taken.
 LABELS = ("label", "answer")
@@ -382,9 +383,14 @@ def check_pace(
             ("eval", "an evaluation", num_evaluated, 1),
         )
         for phase, scope, number, calls_each in phases:
-            # The largest share of the calls that a rank may have, at the smallest of the rate.
-            num_calls = math.ceil(number / num_ranks) * calls_each
-            seconds = (num_calls - 1) * 60 / (limit // num_ranks)
+            # The time of the slowest rank, which makes its share of the calls at its share of the
+            # rate.
+            seconds = max(
+                (share_of(number, rank, num_ranks) * calls_each - 1)
+                * 60
+                / share_of(limit, rank, num_ranks)
+                for rank in range(num_ranks)
+            )
             limit_s = watchdog.phase_timeouts_s.get(phase, watchdog.timeout_s)
             if seconds >= limit_s:
                 enough_s = math.ceil(seconds * 1.2 / 60) * 60

@@ -4,6 +4,7 @@ nothing runs."""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -23,6 +24,7 @@ from grpo_spmd.config.schema import RewardConfig, RewardPoolConfig
 from grpo_spmd.records import Completion, Prompt, RolloutGroup
 from grpo_spmd.rewards.pool.pool import RewardPool
 from grpo_spmd.rewards.protocol import load_rewards
+from grpo_spmd.rewards.sandbox import sandbox
 from grpo_spmd.rewards.sandbox.sandbox import (
     Jail,
     Limits,
@@ -446,6 +448,44 @@ print(10 <= started <= 64)
 
 def test_a_hundred_megabytes_of_output_are_not_kept() -> None:
     assert _ends("import sys\nwhile True: sys.stdout.write('x' * 100_000_000)") is None
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("grpo_code_left", "grpo_code_used", "other"):
+        (tmp_path / name / "below").mkdir(parents=True)
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "grpo_code_young").mkdir()
+    used = os.open(tmp_path / "grpo_code_used", os.O_RDONLY)
+    fcntl.flock(used, fcntl.LOCK_EX)
+    sandbox._remove_left_behind.cache_clear()
+    assert passes_program_test("print(1)", "", "1", LIMITS)
+    os.close(used)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "grpo_code_used",
+        "grpo_code_young",
+        "other",
+    ]
+
+
+def test_a_slow_removal_goes_on_after_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "bin").mkdir()
+    slow = tmp_path / "bin" / "rm"
+    slow.write_text(f'#!/bin/sh\nsleep 3\nexec {shutil.which("rm")} "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    assert passes_program_test("import os; os.mkdir('a', 0); print(1)", "", "1", LIMITS)
+    assert len(list((tmp_path / "scratch").iterdir())) == 1
+    end = time.monotonic() + 30
+    while list((tmp_path / "scratch").iterdir()) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_the_scratch_folder_goes_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ ROOM_TOKENS = {
     "records": 1_880,
     "distributed": 15_400,
     "data": 9_250,
-    "rewards": 28_200,
+    "rewards": 28_630,
     "model": 29_000,
     "learn": 19_750,
     "proofs": 19_540,

@@ -244,8 +244,14 @@ def scores(pool: RewardPool) -> ScoredRollouts:
 
 
 def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> None:
-    """By value where they are defined in a function; this module's are imported by name."""
+    """By value where only this process knows them: this module's are imported by name, `made_up`'s
+    cannot be."""
     bonus, own_pid = 0.25, str(threading.get_native_id())
+    module = type(sys)("made_up")
+    text = "FACTOR = 2.0\ndef helper(n): return FACTOR * n\n"
+    text += "def reward(completions, **_): return [helper(len(text)) for text in completions]"
+    exec(text, module.__dict__)
+    sys.modules["made_up"] = module
 
     def closure(completions: list[str], answer: list[int], **_: Any) -> list[float]:
         import os
@@ -260,17 +266,21 @@ def test_functions_of_every_kind_score_in_other_processes(tmp_path: Path) -> Non
     def scaled(completions: list[str], by: float, **_: Any) -> list[float]:
         return [by * len(text) for text in completions]
 
-    functions: list[Callable[..., Any]] = [
+    functions = [
         length,
         Threshold(2),
         closure,
         waits,
         functools.partial(scaled, by=0.5),
+        module.reward,
     ]
-    with pool_of(functions, tmp_path) as pool:
-        assert list(scores(pool).by_name.values()) == [
-            [1.0, 3.0], [0.0, 1.0], [5.25, 5.25], [1.0, 1.0], [0.5, 1.5],
-        ]  # fmt: skip
+    try:
+        with pool_of(functions, tmp_path) as pool:
+            assert list(scores(pool).by_name.values()) == [
+                [1.0, 3.0], [0.0, 1.0], [5.25, 5.25], [1.0, 1.0], [0.5, 1.5], [2.0, 6.0],
+            ]  # fmt: skip
+    finally:
+        del sys.modules["made_up"]
 
 
 def test_a_function_that_hangs_is_killed_and_counted(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,6 +15,20 @@ from grpo_spmd.config.schema import EnvironmentConfig, RewardConfig
 from grpo_spmd.episodes.drivers import GymDriver, TrlDriver, read_step
 from grpo_spmd.episodes.worker import load
 from grpo_spmd.rewards.named import Modules, load_named
+
+
+class BackwardStep(NamedTuple):
+    done: bool
+    reward: float
+    observation: str
+
+
+class LongStep(NamedTuple):
+    observation: str
+    reward: float
+    done: bool
+    info: dict[str, Any]
+    extra: int
 
 
 def alone(text: str) -> str:
@@ -152,11 +166,17 @@ def test_the_column_chooses_one_of_several_which_are_made_once() -> None:
             "metadata": {},
         },
         SimpleNamespace(observation="seen", reward=0.5, done=True),
+        BackwardStep(True, 0.5, "seen"),
+        LongStep("seen", 0.5, True, {}, 0),
     ],
 )
 def test_what_a_step_may_give(found: Any) -> None:
     expected = {"messages": [{"role": "user", "content": "seen"}], "reward": 0.5, "done": True}
     assert read_step(found) == expected
+
+
+def test_a_named_tuple_of_five_that_is_not_done() -> None:
+    assert read_step(LongStep("seen", 0.5, False, {"a": 1}, 0))["done"] is False
 
 
 def test_an_async_gym_keeps_its_loop() -> None:

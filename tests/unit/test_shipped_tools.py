@@ -68,7 +68,7 @@ def test_an_error_is_shown_with_its_line_and_none_of_ours_and_state_stays(
     assert answer.startswith("before\nTraceback (most recent call last):\n")
     assert "    kept / 0\n" in answer
     assert answer.endswith("ZeroDivisionError: division by zero\n")
-    assert "cells" not in answer
+    assert "jail" not in answer
     assert "SyntaxError" in python.python("def f(:")
     assert python.python("exit(3)").endswith("SystemExit: 3\n")
     assert "RecursionError" in python.python("def f(): f()\nf()")
@@ -176,6 +176,15 @@ def test_what_is_printed_is_kept_up_to_the_limit_to_the_character() -> None:
     head = Head(5)
     assert [head.write(text) for text in ("abc", "", "defg", "h")] == [3, 0, 4, 1]
     assert (head.getvalue(), head.num_cut) == ("abcde", 3)
+
+
+@pytest.mark.parametrize(
+    "code", ["import sys\nsys.stdout.close()", "import sys\nwith sys.stdout as out: print('a')"]
+)
+def test_code_may_close_its_output(python: PythonTool, code: str) -> None:
+    python.python("kept = 1")
+    assert not python.python(code).startswith("[ended: ")
+    assert python.python("print(2)\nkept") == "2\n1\n"
 
 
 def test_search_ranks_by_bm25(corpus: Path) -> None:

@@ -43,8 +43,7 @@ Answer = Callable[[Fields], Fields]
 # returns facts for the pool, and a function that each worker calls to create its Answer.
 Load = Callable[[Fields], tuple[Any, Callable[["Worker"], Answer]]]
 
-MAX_ERROR_CHARS = 4000
-_MAX_FRAME_BYTES = 1 << 30
+MAX_FRAME_BYTES, MAX_ERROR_CHARS = 1 << 30, 4000
 _PR_SET_CHILD_SUBREAPER = 36
 _SIGNALS = {number.value: number.name for number in signal.Signals}
 
@@ -54,13 +53,13 @@ def to_frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
-def take_frame(buffer: bytearray) -> bytes | None:
+def take_frame(buffer: bytearray, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
     """Removes one message from the front of `buffer` and returns it, or None if it is incomplete.
 
-    Raises ValueError for one of more than a gibibyte.
+    Raises ValueError for one of more than `max_bytes`.
     """
     end = 4 + int.from_bytes(buffer[:4], "big")
-    if end > _MAX_FRAME_BYTES:
+    if end > max_bytes:
         raise ValueError("not a message of a worker")
     if len(buffer) < max(end, 5):
         return None

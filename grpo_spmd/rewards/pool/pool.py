@@ -509,17 +509,14 @@ class _Scoring:
             if not (errors or group_errors):
                 continue
             counts = Counter(result.status for result in self.results(index))
-            _log.warning(
-                "reward %r: %d of %d completions failed (%d timeout, %d error), %d groups were "
-                "called again one by one; first: %s",
-                reward.name,
-                len(errors),
-                len(self.samples),
-                counts["timeout"],
-                counts["error"],
-                len(group_errors),
-                [*errors, *group_errors][0].partition("\n")[0],
+            failures = (
+                f"{len(errors)} of {len(self.samples)} completions failed "
+                f"({counts['timeout']} timeout, {counts['error']} error)"
             )
+            if group_errors:
+                failures += f", {len(group_errors)} groups were called again one by one"
+            summary = [*errors, *group_errors][0].partition("\n")[0]
+            _log.warning("reward %r: %s; first: %s", reward.name, failures, summary)
 
 
 class SlowRewards:

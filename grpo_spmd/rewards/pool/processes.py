@@ -34,7 +34,7 @@ from grpo_spmd.distributed import doctor
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.records import Fields
 from grpo_spmd.rewards.named import pack, pack_functions
-from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, take_frame, to_frame
+from grpo_spmd.rewards.pool.nursery import MAX_ERROR_CHARS, MAX_FRAME_BYTES, take_frame, to_frame
 from grpo_spmd.rewards.trl import RewardError
 
 # Seconds for the nursery to start. This is long, since a user's file may load a model on import.
@@ -106,6 +106,7 @@ class ProcessPool:
 
     # What the workers run ("reward", "environment"), for messages.
     _what: str
+    _max_frame_bytes = MAX_FRAME_BYTES
 
     def __init__(
         self,
@@ -270,7 +271,7 @@ class ProcessPool:
 
         Waits for the rest of a message until `end`. Raises an exception if nothing more can come.
         """
-        while (frame := take_frame(worker.buffer)) is None:
+        while (frame := take_frame(worker.buffer, self._max_frame_bytes)) is None:
             remaining_s = end - time.monotonic()
             if remaining_s <= 0:
                 return None

@@ -432,6 +432,9 @@ class Head(io.StringIO):
         self.num_cut += len(text) - len(head)
         return len(text)
 
+    def close(self) -> None:
+        """Does nothing, since the text is read after the code, which may have closed the stream."""
+
 
 def _run_cells(read: Callable[[], Any], write: Callable[[Any], None]) -> None:
     """Runs the code of each message that `read` returns and writes what it printed and its error.

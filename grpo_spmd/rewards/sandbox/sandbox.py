@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import ast
 import builtins
+import fcntl
+import functools
 import json
 import os
 import resource
@@ -266,10 +268,15 @@ class Jail(AbstractContextManager["Jail"]):
         runs tests after it (passes_statements), "cells" is for `Session`. Raises SandboxError if
         the process cannot isolate itself.
         """
+        # Remove the scratch folders of trainers that were killed before they could do so.
+        _remove_left_behind()
         # Popen replaces descriptors 0 to 2 in the child, so the child's end of the socket must not
         # get one of these numbers.
         hold_standard_streams()
         self._scratch = tempfile.mkdtemp(prefix=_SCRATCH)
+        # The lock tells other processes that this one is alive and will remove the folder.
+        self._lock = os.open(self._scratch, os.O_RDONLY)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
         self._buffer, self._received = b"", 0
         self._stdin = tempfile.TemporaryFile()  # noqa: SIM115
         self._stdout = tempfile.TemporaryFile()  # noqa: SIM115
@@ -330,11 +337,8 @@ class Jail(AbstractContextManager["Jail"]):
         self._process.wait()
         for file in (self._connection, self._stdin, self._stdout):
             file.close()
-        # Code that is not isolated may leave very many folders, or some that are nested too deeply
-        # for Python. No verdict waits longer than a second for their removal.
-        with suppress(subprocess.TimeoutExpired):
-            command = ["rm", "-rf", self._scratch]
-            subprocess.run(command, timeout=1.0, stderr=subprocess.DEVNULL)
+        _remove(self._scratch)
+        os.close(self._lock)
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)
@@ -380,6 +384,36 @@ class Jail(AbstractContextManager["Jail"]):
             return None
         self._stdout.seek(0)
         return self._stdout.read() if code == 0 else None
+
+
+def _remove(scratch: str | Path) -> None:
+    """Removes a scratch folder.
+
+    Code that is not isolated may leave folders that are unreadable, nested too deeply for Python,
+    or very many. No verdict waits longer than a second; the shell goes on until all are removed.
+    """
+    command = ["sh", "-c", 'rm -rf "$0" || { chmod -R u+rwx "$0"; rm -rf "$0"; }', scratch]
+    with suppress(subprocess.TimeoutExpired):
+        subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True).wait(1.0)
+
+
+@functools.cache
+def _remove_left_behind() -> None:
+    """Removes scratch folders of processes that were killed before they could remove them.
+
+    These are the folders whose lock no living process holds.
+    """
+    for folder in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
+        # The folder may belong to another user, or may have been removed just now.
+        with suppress(OSError):
+            # The owner of so new a folder may not have locked it yet.
+            if folder.lstat().st_mtime > time.time() - 5.0:
+                continue
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(folder)
+            os.close(lock)
 
 
 def _site() -> list[str]:
