@@ -291,7 +291,10 @@ def seconds_left(max_time_s: float | None) -> float | None:
     # Slurm before 23 sets no SLURM_JOB_END_TIME. "N/A": the job has no limit.
     command = ["squeue", "-h", "-j", job, "-o", "%e"]
     try:
-        end = subprocess.check_output(command, text=True, timeout=_SQUEUE_TIMEOUT_S).strip()
+        # The user's own SLURM_TIME_FORMAT may be "relative".
+        env = os.environ | {"SLURM_TIME_FORMAT": "standard"}
+        text = subprocess.check_output(command, text=True, timeout=_SQUEUE_TIMEOUT_S, env=env)
+        end = text.strip()
         return None if end == "N/A" else datetime.fromisoformat(end).timestamp() - time.time()
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         _log.warning(

@@ -44,7 +44,12 @@ def no_notice() -> None:
 
 
 SQUEUE = {
-    "time": ('[ "$*" = "-h -j 77 -o %e" ] && /bin/date -d "100 minutes" +%FT%T', 6000, ""),
+    "time": (
+        '[ "$SLURM_TIME_FORMAT $*" = "standard -h -j 77 -o %e" ] && '
+        '/bin/date -d "100 minutes" +%FT%T',
+        6000,
+        "",
+    ),
     "unlimited": ("echo N/A", None, ""),
     "invalid": ("echo INVALID", None, "Invalid isoformat string: 'INVALID'"),
     "fails": ("echo no controller >&2; exit 1", None, "returned non-zero exit status 1"),
@@ -66,6 +71,7 @@ def test_slurms_own_word_for_the_time_that_is_left(
     monkeypatch.setattr(module, "_SQUEUE_TIMEOUT_S", 0.5 if case == "hangs" else 30)
     assert module.seconds_left(None) is None  # no job, no question
     monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     assert module.seconds_left(None) == (expected and pytest.approx(expected, abs=60))
     assert warning in caplog.text
     assert bool(caplog.text) == bool(warning)
