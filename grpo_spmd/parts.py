@@ -662,7 +662,15 @@ def open_log(
     `start_time` is the time of the launch on the monotonic clock. `pool_bytes` returns the size of
     the engine's memory pool. `first_step` is the first step that this launch makes.
     """
-    ledger = MemoryLedger(session.device, pool_bytes, remedies(flatten_config(config)))
+    # The settings that a log line about low memory suggests.
+    memory_remedies = remedies(
+        config.model,
+        config.rollout,
+        config.training,
+        config.max_rollout_tokens,
+        config.reward_pool.num_workers,
+    )
+    ledger = MemoryLedger(session.device, pool_bytes, memory_remedies)
     timer = PhaseTimer(session.device, ledger, first_step)
     run_dir = Path(config.run_dir)
     # Followers are processes that send metrics to trackers; only rank 0 starts them.

@@ -69,6 +69,7 @@ def main() -> None:
         config, sources = load_config_with_sources(
             args.config, args.overrides, on_cpu=trains_on_cpu()
         )
+        interrupt.set_run_dir(config.run_dir)
         inputs = check_inputs(config, num_ranks=num_ranks, to_run=not args.explain, sources=sources)
         if not args.explain:
             summary = try_and_tell(config, inputs, show if args.check else inputs.notes.append)

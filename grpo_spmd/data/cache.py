@@ -27,7 +27,7 @@ import tempfile
 import time
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -146,62 +146,77 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
         return _make_in_memory(make)
     name = entry_name(kind, inputs)
     start = time.time_ns()
-    entry = None
-    reason = f"no folder of this user on a disk of this node has {2 * num_bytes / 1e9:.1f} GB free"
-    for folder in cache_folders(2 * num_bytes)[:1]:
-        try:
-            entry = _find(folder, name) or _make_on_disk(folder, name, make, source, start)
-        except OSError as error:
-            reason = f"{folder}: {error.strerror or error}"
+    failures: list[str] = []
+    folders = cache_folders(failures)
+    entry = _find(folders, name)
+    if entry is None and folders:
+        with ExitStack() as stack:
+            # If locks do not work here, each process makes the entry and the last one is kept.
+            with suppress(OSError):
+                lock = stack.enter_context(open(folders[0] / f"{name}.lock", "ab"))
+                _wait_for_lock(lock, name)
+            entry = _find(folders, name)
+            if entry is None:
+                error_name = f"{name}.{_hex_digest(os.fsencode(source), 16)}.error"
+                _raise_error_of_maker(folders, error_name, start)
+                entry = _make_on_disk(folders, name, num_bytes, make, error_name, failures)
     if entry is not None:
         return entry
     # Only the first rank of a node warns.
     if os.environ.get("LOCAL_RANK", "0") == "0":
+        reasons = "; ".join([*failures, "set XDG_CACHE_HOME to a folder of this node"])
         effect = "tokenized prompts are not kept, and each rank makes its own in memory"
-        say(f"warning: data: {effect} ({reason}; set XDG_CACHE_HOME to a folder of this node)")
+        say(f"warning: data: {effect} ({reasons})")
     return _make_in_memory(make)
 
 
-def _find(folder: Path, name: str) -> Entry | None:
-    """Returns an entry, or None if the folder does not have it unchanged."""
-    with suppress(OSError, UntrustedError), open_regular(folder / name) as file:
-        if read_note(folder, name, os.fstat(file.fileno())) is not None:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            # The modification time of the note says when the entry was last used.
-            os.utime(folder / f"{name}.note")
-            return Entry(memoryview(content))
+def _find(folders: list[Path], name: str) -> Entry | None:
+    """Returns an entry from the first folder that has it unchanged, or None if none has."""
+    for folder in folders:
+        with (
+            suppress(OSError, UntrustedError),
+            open_regular(folder / name) as file,
+        ):
+            if read_note(folder, name, os.fstat(file.fileno())) is not None:
+                content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                # The modification time of the note says when the entry was last used.
+                os.utime(folder / f"{name}.note")
+                return Entry(memoryview(content))
     return None
 
 
-def _make_on_disk(folder: Path, name: str, make: Make, source: str, start: int) -> Entry | None:
-    """Makes an entry, or waits until another process has made it. Raises OSError.
+def _make_on_disk(
+    folders: list[Path], name: str, num_bytes: int, make: Make, error_name: str, failures: list[str]
+) -> Entry | None:
+    """Makes an entry in the first folder where that is possible. Returns None if there is none.
 
-    A ConfigError of `make` is stored for the processes that wait, and raised.
+    Reasons against a folder are added to `failures`. A ConfigError of `make` is stored under
+    `error_name` for the processes that wait, and raised.
     """
-    error_name = f"{name}.{_hex_digest(os.fsencode(source), 16)}.error"
-    with open(folder / f"{name}.lock", "ab") as lock:
-        # If locks do not work here, each process makes the entry and the last one is kept.
-        with suppress(OSError):
-            _wait_for_lock(lock, name)
-        entry = _find(folder, name)
-        if entry is not None:
-            return entry
-        _raise_error_of_maker(folder / error_name, start)
+    for folder in folders:
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < 2 * num_bytes:
+            failures.append(f"{folder} has {free_bytes / 1e9:.1f} GB free")
+            continue
         try:
             _sweep(folder)
             _replace_file(folder, name, lambda file: _write_entry(file, make))
+            # The note is written last, since renaming the file has changed its stamp.
+            write_note(folder, name, os.stat(folder / name), "")
+        except OSError as error:
+            failures.append(f"{folder}: {error.strerror or error}")
+            continue
         # The waiting ranks raise the stored error, so that they need not read the data themselves.
         except ConfigError as error:
             with suppress(OSError):
                 _replace_text(folder, error_name, str(error))
             raise
-        # The note is written last, since renaming the file has changed its stamp.
-        write_note(folder, name, os.stat(folder / name), "")
-    preferred = next(_candidate_folders())
-    if folder != preferred:
-        fault = f"{preferred} is on another host, has no room, or others may write to it"
-        say(f"warning: data: tokenized prompts are kept in {folder} ({fault})")
-    return _find(folder, name)
+        # Only the rank that made the entry warns.
+        if failures:
+            reasons = "; ".join(failures)
+            say(f"warning: data: tokenized prompts are kept in {folder} ({reasons})")
+        return _find([folder], name)
+    return None
 
 
 def _make_in_memory(make: Make) -> Entry:
@@ -291,12 +306,11 @@ def _replace_text(folder: Path, name: str, text: str) -> None:
 # The functions below choose the folders of the cache.
 
 
-def cache_folders(needed_bytes: int = 0) -> list[Path]:
-    """Returns the folders that the cache may use: those that only this user may write to, on a disk
-    of this host with `needed_bytes` free. The same on all ranks of a node.
+def cache_folders(failures: list[str] | None = None) -> list[Path]:
+    """Returns the folders that the cache may use, the same on all ranks of a node.
 
     They are created if they do not exist: first one in the user's cache folder, then one in the
-    folder for temporary files.
+    folder for temporary files. Reasons why one cannot be used are added to `failures`.
     """
     folders: list[Path] = []
     for folder in _candidate_folders():
@@ -304,10 +318,16 @@ def cache_folders(needed_bytes: int = 0) -> list[Path]:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-            is_usable = is_own_folder(folder) and os.access(folder, os.W_OK | os.X_OK)
-            has_room = shutil.disk_usage(folder).free >= needed_bytes
-            if is_usable and has_room and is_of_this_host(folder):
+            file_system = _file_system_of(folder)
+            if not (is_own_folder(folder) and os.access(folder, os.W_OK | os.X_OK)):
+                reason = "not a folder that only this user may write to"
+            elif file_system not in _LOCAL_FILE_SYSTEMS:
+                reason = f"on another host ({file_system})"
+            else:
                 folders.append(folder)
+                continue
+            if failures is not None:
+                failures.append(f"{folder}: {reason}")
     return folders
 
 
@@ -343,10 +363,14 @@ def is_of_this_host(folder: Path) -> bool:
 def _file_system_of(folder: Path) -> str:
     """Returns the type of a path's file system, or "unknown" if the kernel hides it."""
     path = Path(os.path.realpath(folder))
+    try:
+        mounts = psutil.disk_partitions(all=True)
+    except OSError:
+        mounts = []
     # If several file systems are mounted on one folder, the last one is visible.
-    types = {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
-    mounts = [mount for mount in types if path.is_relative_to(mount)]
-    return str(types[max(mounts, key=len)]) if mounts else "unknown"
+    mounts = [mount for mount in reversed(mounts) if path.is_relative_to(mount.mountpoint)]
+    mount = max(mounts, key=lambda mount: len(mount.mountpoint), default=None)
+    return "unknown" if mount is None else str(mount.fstype)
 
 
 # The functions below coordinate the processes of a node.
@@ -372,14 +396,18 @@ def _wait_for_lock(lock: BinaryIO, name: str) -> None:
             say(f"data: waiting for another process of this node, which makes {name}")
 
 
-def _raise_error_of_maker(path: Path, start: int) -> None:
+def _raise_error_of_maker(folders: list[Path], error_name: str, start: int) -> None:
     """Raises ConfigError if another process of this node has stored an error since `start`.
 
     `start` is the time in nanoseconds when this process began to look for the entry.
     """
-    with suppress(OSError, UntrustedError), open_regular(path) as file:
-        if os.fstat(file.fileno()).st_mtime_ns >= start:
-            raise ConfigError(file.read(1 << 16).decode(errors="replace"))
+    for folder in folders:
+        with (
+            suppress(OSError, UntrustedError),
+            open_regular(folder / error_name) as file,
+        ):
+            if os.fstat(file.fileno()).st_mtime_ns >= start:
+                raise ConfigError(file.read(1 << 16).decode(errors="replace"))
 
 
 def _sweep(folder: Path) -> None:

@@ -8,9 +8,8 @@ import os
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
-
-from huggingface_hub import get_token
 
 from grpo_spmd.config.errors import ConfigError, within
 
@@ -68,25 +67,15 @@ def check_reachable(kind: Literal["models", "datasets"], name: str, key: str) ->
             raise ConfigError(f"{key}: {name} {rule}")
     # The hub's answer is the same for a private name and for one that does not exist.
     elif answer.status in (401, 404):
-        access = (
-            "the token in use cannot see it" if get_token() else "set HF_TOKEN if it is private"
-        )
+        access = "the token in use cannot see it" if _token() else "set HF_TOKEN if it is private"
         rule = f"there is no {page}, or it is private"
         raise ConfigError(f"{key}: {rule}; check the name ({access}), or {remedy}")
 
 
 def ask(url: str) -> HubAnswer:
-    """Returns the hub's answer to a HEAD request, after at most WAIT_S seconds.
-
-    Raises ConfigError for a malformed token: an HTTP client's own error would show it.
-    """
-    token = get_token() or ""
-    if not re.fullmatch(r"[!#-&(-~]*", token):
-        raise ConfigError(
-            "HF_TOKEN holds a character that no token has (a blank, a quote, a letter beyond "
-            "ASCII), or the file of `hf auth login` does; copy it again from "
-            "https://huggingface.co/settings/tokens"
-        )
+    """Returns the hub's answer to a HEAD request, after at most WAIT_S seconds."""
+    # Called here, since a malformed token raises ConfigError, which must not happen in the thread.
+    token = _token()
 
     def request() -> HubAnswer:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -113,6 +102,36 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
+
+
+def _token() -> str:
+    """Returns the user's token from where huggingface_hub looks for it, or "" if there is none.
+
+    huggingface_hub itself is not imported here.
+    """
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        if os.environ.get(name, "").strip():
+            return _checked_token(os.environ[name], name)
+    home = Path(os.environ.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    file = Path(os.environ.get("HF_TOKEN_PATH") or home / "token")
+    try:
+        return _checked_token(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _checked_token(token: str, origin: str) -> str:
+    """Returns the token without line breaks, as huggingface_hub does.
+
+    Raises ConfigError for a malformed token: an HTTP client's own error would show it.
+    """
+    token = re.sub(r"[\r\n]", "", token).strip()
+    if not re.fullmatch(r"[!#-&(-~]*", token):
+        raise ConfigError(
+            f"{origin} holds a character that no token has (a blank, a quote, a letter beyond "
+            "ASCII); copy it again from https://huggingface.co/settings/tokens"
+        )
+    return token
 
 
 def need_datasets(source: str, key: str) -> None:

@@ -164,9 +164,8 @@ def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[Promp
         source = _find_file(Path(name), key)
     else:
         raise ConfigError(
-            f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT, as in "
-            f"hub:openai/gsm8k:main:train; got {name!r}; to_json of what datasets' load_dataset or "
-            "load_from_disk returns writes jsonl"
+            f"{key} must end in .jsonl or .parquet, or be hub:REPO:SUBSET:SPLIT; got "
+            f"{name!r}{_conversion_hint(name)}"
         )
     make_row = functools.partial(_make_row, config=config)
     # A row depends on its source and on these settings only.
@@ -414,8 +413,9 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
     Raises ConfigError if it is not a JSON object in UTF-8, or has a name twice.
     """
     array_hint = ""
-    if line.lstrip().startswith(b"["):
-        array_hint = "; a JSON array? jsonl has one object a line, as datasets' to_json writes it"
+    if line.lstrip()[:1] == b"[":
+        example = _conversion_hint("in.json")
+        array_hint = f"; a JSON array? jsonl has one object a line{example}"
     try:
         # Some editors write a byte order mark at the start of a file; utf-8-sig skips it.
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -431,6 +431,23 @@ def _read_line(line: bytes, number: int, location: str) -> dict[str, Any]:
         kind = type(record).__name__
         raise ConfigError(f"{location}: expected a JSON object, got {kind}{array_hint}")
     return record
+
+
+def _conversion_hint(source: str) -> str:
+    """Returns the end of an error message that says how to turn `source` into something readable.
+
+    Returns "" if `source` has no known format.
+    """
+    readers = {".json": "json.load(sys.stdin)", ".csv": "csv.DictReader(sys.stdin)"}
+    reader = readers.get(Path(source).suffix)
+    if reader:
+        return (
+            f': python -c "import csv,json,sys; [print(json.dumps(row)) for row in {reader}]" < '
+            f"{source} > {Path(source).stem}.jsonl"
+        )
+    if Path(source).is_dir():
+        return "; it is a folder: give a file in it (datasets.load_from_disk and to_parquet)"
+    return f"; on the hub: hub:{source}::train" if re.fullmatch(r"[\w.-]+/[\w-]+", source) else ""
 
 
 def _read_parquet(path: Path, key: str) -> Iterator[SourceRow]:
@@ -521,7 +538,10 @@ def check_source(key: str, source: str) -> None:
     """Raises ConfigError if `source` is a URL, since only files and the hub are read."""
     if not re.match(r"\w+://", source):
         return
-    remedy = "give hub:REPO:SUBSET:SPLIT for a data set of the hub, or download it"
+    hub = re.match(r"(?:hf://|https://huggingface\.co/)datasets/([\w.-]+/[\w.-]+)", source)
+    remedy = "download it, and give the file's path"
+    if hub:
+        remedy = f"on the hub: hub:{hub[1]}::train"
     raise ConfigError(f"{key}: URLs are not read; {remedy}; got {source!r}")
 
 

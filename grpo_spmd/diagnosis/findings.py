@@ -31,7 +31,7 @@ def list_findings(run: RecordedRun) -> list[Finding]:
             if isinstance(check, Check) and check.level != "ok"
         ]
     if run.steps and not troubles:
-        text = f"{len(run.steps)} steps: metrics, checks and recorded rollouts show no trouble."
+        text = f"{len(run.steps)} steps: {_list_sources(run)} show no trouble."
         findings.append(Finding("ok", "nothing stands out", text))
     return sorted(troubles or findings, key=lambda finding: LEVELS.index(finding.level))
 
@@ -85,3 +85,11 @@ def _explain(findings: Sequence[Finding]) -> list[Finding]:
         level = min((cause.level, *(effect.level for effect in effects)), key=LEVELS.index)
         explanations[cause] = replace(cause, text=text, level=level)
     return [explanations[finding] for finding in findings if finding not in explained]
+
+
+def _list_sources(run: RecordedRun) -> str:
+    """Returns what the diagnosis could look at in this folder."""
+    sources = "rewards, lengths, entropy, gradients, memory and the checks"
+    if run.dumped_steps:
+        sources = f"{sources.replace(' and', ',')}, rollouts and prompts"
+    return sources

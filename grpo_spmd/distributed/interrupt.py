@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -32,8 +33,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ONE_PRESS_S = 1.0
 # How long the other ranks of a node wait before they exit, so that the first one can print.
 _FIRST_RANK_S = 0.5
-_REMEDY = "checkpoints that were saved stand (checkpoint.resume=auto)"
 _listener: _Listener | None = None
+_run_dir: Path | None = None
 
 
 def listen(handler: PressHandler | None = None) -> None:
@@ -69,7 +70,7 @@ def stop_with(stop: Callable[[], bool]) -> None:
 
     def handler(number: int) -> None:
         if number > 1:
-            _quit(f"Ctrl-C: out at once; {_REMEDY}")
+            _quit(f"Ctrl-C: out at once; {_newest_checkpoint()}")
         update = "finishing the update, then " if stop() else ""
         print_notice(f"Ctrl-C: {update}saving; again to quit now")
 
@@ -87,6 +88,12 @@ def leave_on_second_press(code: int) -> None:
     _set_handler(lambda number: exit_process(code) if number > 1 else None)
 
 
+def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
+    """Sets the run folder; the line printed at Ctrl-C names the newest checkpoint in it."""
+    global _run_dir
+    _run_dir = Path(run_dir)
+
+
 def print_notice(text: str) -> None:
     """Prints one sentence from the first rank of each node."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
@@ -96,7 +103,7 @@ def print_notice(text: str) -> None:
 
 def quit_before_training(_: int) -> None:
     """Ends this process with code 1: the handler of Ctrl-C until training begins."""
-    _quit(f"stopped by Ctrl-C before the first step; {_REMEDY}")
+    _quit(f"stopped by Ctrl-C before the first step; {_newest_checkpoint()}")
 
 
 def quit_evaluation(scratch: str) -> None:
@@ -115,6 +122,16 @@ def _quit(text: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_FIRST_RANK_S)
     exit_process(1)
+
+
+def _newest_checkpoint() -> str:
+    """Returns a text that names the newest checkpoint in the run folder."""
+    folder = (_run_dir or Path()) / "checkpoints"
+    # The name of a checkpoint that is still being written has a suffix after the number.
+    steps = [int(path.name[5:]) for path in folder.glob("step_*") if path.name[5:].isdecimal()]
+    if _run_dir is None or not steps:
+        return "no checkpoint was saved"
+    return f"checkpoints/step_{max(steps):06} stands (checkpoint.resume=auto)"
 
 
 class _Listener:

@@ -1,7 +1,7 @@
 """Starts and ends the followers of metrics.jsonl on rank 0: trackers and the report.
 
 A follower reads metrics.jsonl while the run writes it. The run waits for followers only at its end,
-and none of them can make it fail. A tracker runs in a thread (trackers/feed.py). report.html is
+and none of them can make it fail. A tracker runs in a thread (trackers.py). report.html is
 made in a process of its own, which has limits of memory, size and time, and ends with the run.
 ReportProcess starts that process as
     python -m grpo_spmd.observe.followers PARENT_PID NICE MODULE ARGUMENT ...

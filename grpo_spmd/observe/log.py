@@ -312,9 +312,12 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
     if not num_skipped:
         return
     ids = sorted(set(sums["nonfinite_rollouts"].value))
+    cause = "no single rollout's logprobs show it"
+    if ids:
+        cause = f"rollouts {ids[:10]} have logprobs that are not finite"
     text = (
         f"step {step}: {num_skipped} updates skipped, since loss or gradient was not finite; "
-        f"logprobs of these rollouts are not finite: {ids[:10]}; see {dump}"
+        f"{cause}; see {dump}"
     )
     if sums["skipped_in_a_row"].value >= max_in_a_row:
         raise FloatingPointError(

@@ -10,51 +10,18 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from grpo_spmd.config.schema import PHASES
+from grpo_spmd.config.schema import PHASES, ModelConfig, RolloutConfig, TrainingConfig
 from grpo_spmd.distributed import doctor
 from grpo_spmd.observe.timeline import Span
 
 _GIB = 2**30
-_SAMPLING_KEYS = (
-    "rollout.gpu_memory_utilization",
-    "model.offload",
-    "rollout.engine.max_num_seqs",
-)
-# A micro-batch holds at least one whole rollout.
-_MICRO_BATCH_KEYS = (
-    "training.max_tokens_per_micro_batch",
-    "rollout.max_completion_tokens",
-    "model.logprob_chunk_tokens",
-    "model.sequence_parallel_size",
-)
-# The keys on which the peak of each phase depends, the likeliest to help first.
-_KEYS: dict[str, tuple[str, ...]] = {
-    "weight_sync": (
-        "model.offload",
-        "rollout.gpu_memory_utilization",
-        "rollout.weight_sync_bucket_mib",
-    ),
-    "eval": _SAMPLING_KEYS,
-    "rollout": _SAMPLING_KEYS,
-    "reward": ("reward_pool.num_workers",),
-    "logprobs": _MICRO_BATCH_KEYS,
-    "update": (_MICRO_BATCH_KEYS[0], "model.activation_checkpointing", *_MICRO_BATCH_KEYS[1:]),
-    "checkpoint": _MICRO_BATCH_KEYS,
-}
-# What helps, where it is not a lower number.
-_CHANGES = {
-    "model.offload": "optimizer, or true",
-    "model.activation_checkpointing": "true",
-    "model.sequence_parallel_size": "larger",
-}
 
 
 @dataclass(frozen=True)
@@ -300,13 +267,46 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and re.search(pattern, str(error)) is not None
 
 
-def remedies(config: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Returns, for each phase, changes of the flat `config` that lower its peak of memory.
+def remedies(
+    model: ModelConfig,
+    rollout: RolloutConfig,
+    training: TrainingConfig,
+    max_rollout_tokens: int,
+    num_workers: int,
+) -> dict[str, list[str]]:
+    """Returns, for each phase, changes of the config that lower its peak of memory.
 
-    The likeliest to help comes first.
+    The likeliest to help comes first. Switches that are on already are left out.
     """
+    fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
+    if training.micro_batch_tokens <= max_rollout_tokens:
+        length_key = f"rollout.max_completion_tokens ({rollout.max_completion_tokens})"
+        fewer_tokens = f"shorter rollouts: {length_key}; a micro-batch holds only one"
+    recompute = "" if model.recompute is True else "model.activation_checkpointing: true"
+    smaller_chunks = f"lower model.logprob_chunk_tokens ({model.logprob_chunk_tokens})"
+    smaller_engine = f"lower rollout.gpu_memory_utilization ({rollout.gpu_memory_utilization:g})"
+    offload = {
+        False: "model.offload: optimizer, or true",
+        "optimizer": "model.offload: true",
+        True: "",
+    }[model.offload]
+    max_num_seqs = rollout.engine.get("max_num_seqs")
+    fewer_requests = f"lower rollout.engine.max_num_seqs ({max_num_seqs or 'vLLM chooses'})"
+    mib = rollout.weight_sync_bucket_mib or "chosen by the device"
+    smaller_buckets = f"lower rollout.weight_sync_bucket_mib ({mib})"
+    fewer_replicas = ", or fewer of model.num_replicas" if model.num_replicas > 1 else ""
+    more_ranks = f"more ranks{fewer_replicas}, so that each holds less of the model"
+    sharing = f"a larger model.sequence_parallel_size ({model.sequence_parallel_size})"
+    by_phase = {
+        "weight_sync": [offload, smaller_engine, smaller_buckets, more_ranks],
+        "eval": [smaller_engine, offload, fewer_requests],
+        "rollout": [smaller_engine, offload, fewer_requests],
+        "reward": [f"lower reward_pool.num_workers ({num_workers})"],
+        "logprobs": [fewer_tokens, smaller_chunks, sharing, more_ranks],
+        "update": [fewer_tokens, recompute, smaller_chunks, sharing, more_ranks],
+        "checkpoint": [fewer_tokens, more_ranks],
+    }
     return {
-        phase: [f"{key}: {_CHANGES.get(key, 'lower')} (now {config.get(key)})" for key in keys]
-        + ["more ranks, or fewer of model.num_replicas, so that each holds less of the model"]
-        for phase, keys in _KEYS.items()
+        phase: [remedy for remedy in phase_remedies if remedy]
+        for phase, phase_remedies in by_phase.items()
     }

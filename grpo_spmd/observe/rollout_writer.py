@@ -228,16 +228,20 @@ class RolloutWriter:
         Earlier files of `stem` are removed, because not all of them would be replaced: one may be
         packed, or of a node that the run no longer has.
         """
-        path = self._path(stem, self._node)
-        local_errors = [errors[rank] for rank in self._nodes[self._node] if errors[rank]]
+        failed = [rank for rank, error in enumerate(errors) if error]
+        if failed and self._session.rank == 0:
+            path = self._path(stem, self._node_of(failed[0]))
+            reason = os.strerror(errors[failed[0]])
+            _log.warning("%s is not written: %s (on rank %d)", path, reason, failed[0])
         # Remove before renaming: a kill in between must not leave old scores beside new rollouts.
         self._remove([stem])
-        if local_errors:
+        if any(rank in self._nodes[self._node] for rank in failed):
             _unlink([temporary])
         else:
-            local_errors = [_error_number(temporary.replace, path)]
-        if local_errors[0]:
-            _log.warning("%s is not written: %s", path, os.strerror(local_errors[0]))
+            path = self._path(stem, self._node)
+            error = _error_number(temporary.replace, path)
+            if error:
+                _log.warning("%s is not written: %s", path, os.strerror(error))
         # remove what killed processes had begun, but nothing that another node may be writing now
         _unlink(
             path
@@ -257,6 +261,9 @@ class RolloutWriter:
     def _path(self, stem: str, node: int) -> Path:
         return self._folder / f"{node_stem(stem, node)}{PACKED if self._is_packed else PLAIN}"
 
+    def _node_of(self, rank: int) -> int:
+        return next(node for node, ranks in enumerate(self._nodes) if rank in ranks)
+
     def _find_nodes(self) -> None:
         """Collective. Finds the ranks of each node.
 
@@ -274,7 +281,7 @@ class RolloutWriter:
             if hosts[rank] % 2 or hosts[rank] // 2 != hosts[rank - 1] // 2
         ]
         self._nodes = [range(*ends) for ends in pairwise([0, *begins, len(hosts)])]
-        self._node = sum(begin <= self._session.rank for begin in begins)
+        self._node = self._node_of(self._session.rank)
 
 
 def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:

@@ -269,11 +269,18 @@ def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
             f"{name}: {len(records)} rollouts of a step that had {size}, or some of them twice; "
             "is one of these files of another run?"
         )
-    num_missing = max(size - len(records), max(ids, default=-1) + 1 - len(ids))
+    num_ids = max(ids, default=-1) + 1
+    # if every rollout has an id, dynamic sampling dropped none, and there are `size` ids
+    if len(ids) == len(records):
+        num_ids = max(num_ids, size)
+    num_missing = max(size - len(records), num_ids - len(ids))
     if num_missing:
+        # a hostile line can have a huge id: look only at a few more ids than there are lines
+        missing_ids = sorted(set(range(min(num_ids, len(ids) + 10))).difference(ids))
         raise ConfigError(
-            f"{name}: {num_missing} rollouts are missing; each node wrote a file, and all of them "
-            "must be in one folder"
+            f"{name}: {num_missing} rollouts are missing, among them the ids "
+            f"{reprlib.repr(missing_ids)}; each node wrote a file, and all of them must be in one "
+            "folder"
         )
 
 

@@ -80,10 +80,13 @@ class KeptScores:
         # imported here, since commands that only read a run folder must not need torch
         import torch
 
+        entries = [entry for entry in self._kept.values() if entry[0].rollout_ids]
+        if not entries:
+            return []
         lines = dict[int, bytes]()
         total = 0.0
         rows = []
-        for micro_batch, logprobs, entropy in self._kept.values():
+        for micro_batch, logprobs, entropy in entries:
             scores = (
                 logprobs - micro_batch.rollout_logprobs,
                 entropy,
@@ -94,15 +97,15 @@ class KeptScores:
             )
             # one float32 tensor, one copy to the host: sequence indices below 2^24 stay exact
             rows.append(torch.stack([column.float() for column in scores]))
-        sizes = [len(logprobs) for _, logprobs, _ in self._kept.values()]
-        content = torch.cat(rows, dim=1).cpu().numpy() if rows else np.zeros((6, 0))
+        sizes = [len(logprobs) for _, logprobs, _ in entries]
+        content = torch.cat(rows, dim=1).cpu().numpy()
         columns = np.split(content, np.cumsum(sizes)[:-1], axis=1)
-        for (micro_batch, _, _), row in zip(self._kept.values(), columns, strict=False):
+        for (micro_batch, _, _), row in zip(entries, columns, strict=True):
             total += _sum_of_squares(row)
             # Index of each rollout's first token: the sequence index grows there.
             begins = np.flatnonzero(np.diff(row[-1], prepend=-1))
             parts = np.split(row[:4], begins[1:], axis=1)
-            for rollout_id, part in zip(micro_batch.rollout_ids, parts, strict=False):
+            for rollout_id, part in zip(micro_batch.rollout_ids, parts, strict=True):
                 lines[rollout_id] = _encode_line(rollout_id, part)
         # The tolerance is for float32 sums in another order. A sum that is NaN passes.
         if tilt_squares is not None and abs(total - tilt_squares) > 1e-3 * max(tilt_squares, 1.0):

@@ -276,8 +276,9 @@ class RolloutBuffer:
                 self._step_folder / f"{hashlib.sha256(payload).hexdigest()}.msgpack", payload
             )
         except OSError as error:
-            number = len(pending)
-            _log.warning("step %d: %d completions are not kept (%s)", self._step, number, error)
+            _log.warning(
+                "step %d: %d completions are not kept on disk (%s)", self._step, len(pending), error
+            )
 
 
 def steps_on_disk(run_dir: str | Path) -> list[int]:

@@ -87,8 +87,10 @@ class ModelReward:
             try:
                 ids = self._texts.ids_of(group.prompt, group.completions[n], text)
                 if ids is not None and max(ids) >= self._model.num_embeddings:
-                    num_embeddings = self._model.num_embeddings
-                    raise TextError(f"has the token {max(ids)}, and the model {num_embeddings}")
+                    raise TextError(
+                        f"has the token {max(ids)}, and the model "
+                        f"{self._model.num_embeddings} of them"
+                    )
             except TextError as error:
                 column.fail(number, f"got a completion that {error}")
                 continue
@@ -346,7 +348,7 @@ class EngineJudge:
         """
         self.name = config.metric_name
         self.reply_tokens = config.judge_tokens
-        self.rubric = Judge(config, f"{entry}.judge")
+        self.form = Judge(config, f"{entry}.judge")
         self._tokenizer = tokenizer
         self._max_prompt_tokens = max_prompt_tokens
         self._plain = PlainText(tokenizer)
@@ -356,7 +358,7 @@ class EngineJudge:
                 f"{entry}: the chat template of model.path must write a user's message just once"
             )
         self._prefix, self._suffix = pieces
-        empty = dict.fromkeys(self.rubric.needs)
+        empty = dict.fromkeys(self.form.needs)
         num_tokens = len(self._encode({**empty, "prompts": "", "completions": ""}))
         if num_tokens >= max_prompt_tokens:
             raise ConfigError(
@@ -377,7 +379,7 @@ class EngineJudge:
         """Returns the tokens of the judge's prompt: the rubric, filled in, as a user's message."""
         columns = {name: [value] for name, value in inputs.items() if name not in CALL_COLUMNS}
         completion = assistant_text(inputs["completions"])
-        body = self.rubric.body([inputs["prompts"]], [completion], columns)
+        body = self.form.body([inputs["prompts"]], [completion], columns)
         content = without_surrogates(body["messages"][0]["content"])
         # The whole filled-in rubric is data. Otherwise a completion with special tokens in its text
         # could end the user's message and write the judge's reply itself.
@@ -455,7 +457,7 @@ class EngineJudges:
                 "extra": {judge.name: {"reply": text}},
             }
             try:
-                column.give(number, judge.rubric.score_of(text, reply.finish_reason))
+                column.give(number, judge.form.score_of(text, reply.finish_reason))
             except UnexpectedError as error:
                 column.fail(number, f"got from the engine {error}: {text[-_MAX_SHOWN_CHARS:]!r}")
         return column.scores

@@ -107,14 +107,16 @@ def test_a_disk_that_is_full_on_one_rank_costs_its_nodes_file_and_one_warning(
         output = (folder / "output.txt").read_text()
         path = run_dir / "rollouts" / warning.format(2)
         assert output.count(f"{run_dir}/rollouts/step_000002") == 1  # on one rank, of one file
-        assert f"{path} is not written: File too large" in output
+        assert f"{path} is not written: File too large (on rank 1)" in output
         for step in (1, 3):
             assert lines(run_dir, step) == lines(alone, 1)
     # neither half of it, nor what an earlier process wrote, which says something else
     assert names(folder / "one_full") == [ONE.format(step) for step in (1, 3)]
     full = [file.format(step) for step in (1, 2, 3) for file in (ONE, TWO)]
     assert names(folder / "two_full") == sorted(set(full) - {TWO.format(2)})
-    missing = r"step_000002\.jsonl: 6 rollouts are missing; each node"
+    missing = (
+        r"step_000002\.jsonl: 6 rollouts are missing, .* ids \[2, 3, 6, 7, 10, 11\]; each node"
+    )
     with pytest.raises(ConfigError, match=missing):
         RunFolder(folder / "two_full").complete_rollouts(2)
 

@@ -318,7 +318,7 @@ def test_what_is_not_finite_is_listed(run: Path, tmp_path: Path) -> None:
         "".join(json.dumps(record) + "\n" for record in records)
     )
     result, text = replayed(copy, 2)
-    assert "\nrollouts with a logprob that is not finite:\n" in text
+    assert "1 rollouts with a logprob that is not finite:\n" in text
     assert text.splitlines()[-1].split()[0] == f"{records[2]['position']}/2"
     assert result.metrics["optim/skipped_updates"] == (0, 1)
     packed = [

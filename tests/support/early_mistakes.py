@@ -374,7 +374,7 @@ typed(
     "a JSON array",
     "train.jsonl:1: not valid JSON",
     "a JSON array? jsonl has one object a line",
-    "as datasets' to_json writes it",
+    "> in.jsonl",
 )
 def _(_: Patch) -> None:
     rows = [{"prompt": "a", "answer": "b"}] * 4
@@ -384,7 +384,7 @@ def _(_: Patch) -> None:
 @mistake(
     "a JSON array in a line",
     "train.jsonl:1: expected a JSON object, got list; a JSON array?",
-    "as datasets' to_json writes it",
+    "> in.jsonl",
 )
 def _(_: Patch) -> None:
     Path("train.jsonl").write_text(json.dumps([{"prompt": "a"}] * 4), encoding="utf-8")
@@ -677,25 +677,25 @@ typed(
     "a CSV",
     "data.train=rows.csv",
     "data.train must end in .jsonl",
-    "load_dataset",
-    "writes jsonl",
+    "csv.DictReader(sys.stdin)",
+    "> rows.jsonl",
 )
 typed(
     "a JSON file",
     "data.train=rows.json",
     "data.train must end in .jsonl",
-    "load_dataset",
-    "writes jsonl",
+    "json.load(sys.stdin)",
+    "> rows.jsonl",
 )
 typed(
     "data in a folder",
     "data.train=model",
-    "load_from_disk",
+    "it is a folder: give a file in it",
 )
 typed(
     "a data set of the hub by its name alone",
     "data.train=openai/gsm8k",
-    "as in hub:openai/gsm8k:main:train",
+    "on the hub: hub:openai/gsm8k::train",
 )
 
 
@@ -1035,18 +1035,18 @@ typed(
 typed(
     "data elsewhere",
     "data.train=https://host/x.jsonl",
-    "data.train: URLs are not read; give hub:REPO:SUBSET:SPLIT",
+    "data.train: URLs are not read; download it",
     "got 'http",
 )
 typed(
     "data of the hub by its page",
     "data.train=https://huggingface.co/datasets/org/x",
-    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
+    "on the hub: hub:org/x::train",
 )
 typed(
     "data of the hub by its address",
     "data.train=hf://datasets/org/x/train.parquet",
-    "give hub:REPO:SUBSET:SPLIT for a data set of the hub",
+    "on the hub: hub:org/x::train",
 )
 
 

@@ -481,7 +481,7 @@ def test_a_folder_of_another_user_is_not_used(
 # Where nothing can be kept
 
 
-def test_a_disk_that_fills_up_costs_the_entry_and_one_warning(
+def test_a_full_disk_moves_it_to_the_temporary_folder_with_one_warning(
     tmp_path: Path,
     folder: Path,
     reads: list[Path],
@@ -496,8 +496,9 @@ def test_a_disk_that_fills_up_costs_the_entry_and_one_warning(
         sync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    assert len(read_rows(config)) == 9
+    assert len(read_rows(config)) == len(read_rows(config)) == 9
     assert capfd.readouterr().err.count("No space left on device") == 1
+    assert len(reads) == 2  # tried in the first folder, made in the second; not the second time
     assert not _entries(folder, "rows")
     assert not [*folder.glob("*.tmp")]
 
@@ -524,7 +525,7 @@ def test_a_place_without_room_is_not_tried(
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
     assert len(read_rows(_train(tmp_path))) == 9
     assert not _entries(folder, "rows")
-    assert "no folder of this user on a disk of this node has 0.0 GB free" in capfd.readouterr().err
+    assert "has 0.0 GB free" in capfd.readouterr().err
 
 
 def test_what_was_not_used_for_a_month_goes(
@@ -554,7 +555,7 @@ def test_a_folder_of_another_host_is_passed_over(
     monkeypatch.setattr(cache, "_file_system_of", lambda position: kinds.get(position, "ext4"))
     config = _train(tmp_path)
     build_prompts(read_rows(config), _tokenizer(), config, 1)
-    assert f"{folder} is on another host" in capfd.readouterr().err
+    assert f"{folder}: on another host (nfs4)" in capfd.readouterr().err
     assert not _entries(folder, "rows")
     assert (
         len([*(tmp_path / "tmp").glob("grpo_spmd-*/tokens-*")]) == 3

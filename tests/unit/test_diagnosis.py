@@ -579,4 +579,4 @@ def test_the_console_gets_the_worst_findings_or_the_good_news(tmp_path: Path) ->
     assert line.startswith("correct falls while the reward rises (from step ")
     run = read_run(make_run(tmp_path / "well", healthy(NUM_STEPS)))
     (line,) = summary_lines(run)
-    assert line.startswith("nothing stands out: 60 steps: metrics, checks and recorded rollouts")
+    assert line.startswith("nothing stands out: 60 steps: rewards, lengths, entropy")

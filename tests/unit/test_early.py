@@ -162,8 +162,7 @@ def test_the_token_goes_along_and_other_ranks_ask_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "token").write_text("hf_made_up\n", encoding="utf-8")
-    # huggingface_hub reads HF_HOME when it is imported.
-    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.setenv("HF_HOME", str(folder))
     monkeypatch.delenv("HF_TOKEN", raising=False)
     with _answering(200) as (endpoint, requests):
         monkeypatch.setenv("HF_ENDPOINT", endpoint)

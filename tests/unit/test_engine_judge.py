@@ -281,9 +281,9 @@ def test_a_reply_is_worth_what_a_servers_is(
     )
     if isinstance(score, str):
         with pytest.raises(UnexpectedError, match=score):
-            judge.rubric.score_of(judge.text_of(reply), reason)
+            judge.form.score_of(judge.text_of(reply), reason)
     else:
-        assert judge.rubric.score_of(judge.text_of(reply), reason) == pytest.approx(score)
+        assert judge.form.score_of(judge.text_of(reply), reason) == pytest.approx(score)
 
 
 def test_each_reply_is_that_to_its_own_completion(

@@ -22,12 +22,12 @@ import ctypes, signal, sys, time
 from grpo_spmd.distributed import interrupt
 {before}
 interrupt.listen()
+interrupt.set_run_dir(sys.argv[1])
 {body}
 print("ready", flush=True)
 while True:
     ctypes.CDLL(None).usleep(50_000)
 """
-REMEDY = "checkpoints that were saved stand (checkpoint.resume=auto)"
 TRAINS = "interrupt.stop_with(lambda: print('stops', flush=True) or {in_update})"
 
 
@@ -50,11 +50,22 @@ def ready(process: subprocess.Popen[str]) -> subprocess.Popen[str]:
 
 
 def test_before_the_first_step_it_ends_at_once_with_one_sentence(tmp_path: Path) -> None:
-    process = ready(start(tmp_path))
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (1, "")
-    assert err == f"stopped by Ctrl-C before the first step; {REMEDY}\n"
+    folder = tmp_path / "checkpoints"
+    for newest in (None, "step_000012"):
+        if newest is not None:
+            for name in ("step_000009", newest, "step_000020.tmp", "step_000030.aside"):
+                (folder / name).mkdir(parents=True)
+        process = ready(start(tmp_path))
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+        says = f"checkpoints/{newest} stands (checkpoint.resume=auto)"
+        if newest is None:
+            says = "no checkpoint was saved"
+        assert (process.returncode, out, err) == (
+            1,
+            "",
+            f"stopped by Ctrl-C before the first step; {says}\n",
+        )
 
 
 def test_other_ranks_of_a_node_say_nothing(tmp_path: Path) -> None:
@@ -73,7 +84,7 @@ def test_one_that_came_before_anybody_heard_it_is_not_lost(tmp_path: Path) -> No
     process = start(tmp_path, old=hold)
     out, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert err == f"stopped by Ctrl-C before the first step; {REMEDY}\n"
+    assert err == "stopped by Ctrl-C before the first step; no checkpoint was saved\n"
     assert out in ("", "ready\n")
 
 
@@ -98,7 +109,7 @@ def test_while_it_trains_the_first_stops_the_run_and_the_second_ends_it(
     initial = (
         f"Ctrl-C: {'finishing the update, then ' if in_update else ''}saving; again to quit now"
     )
-    final = f"Ctrl-C: out at once; {REMEDY}"
+    final = "Ctrl-C: out at once; no checkpoint was saved"
     assert (process.returncode, out, err.splitlines()) == (1, "stops\n", [initial, final])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import subprocess
@@ -12,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from grpo_spmd.config.describe import flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import PHASES, Config
@@ -119,7 +119,10 @@ def test_on_a_gpu_the_engines_pool_is_not_the_trainers_and_is_in_other_only_whil
 
 
 def _remedies(config: Config) -> dict[str, list[str]]:
-    return remedies(flatten_config(config))
+    num_workers = config.reward_pool.num_workers
+    return remedies(
+        config.model, config.rollout, config.training, config.max_rollout_tokens, num_workers
+    )
 
 
 def test_the_ledger_keeps_the_most_of_a_phases_blocks(config: Config) -> None:
@@ -157,8 +160,9 @@ def test_a_real_failure_to_allocate_says_where_the_memory_was(config: Config) ->
     assert [row[0] for row in table[1:]] == ["weight_sync", "update,"]
     assert all(float(number) >= 0 for row in table[1:] for number in row[-5:])
     assert (
-        "training.max_tokens_per_micro_batch: lower (now 64); model.activation_checkpointing: true"
-        in note
+        "lower training.max_tokens_per_micro_batch (64); model.activation_checkpointing: true; "
+        "lower "
+        "model.logprob_chunk_tokens" in note
     )
 
 
@@ -189,13 +193,24 @@ def test_what_an_out_of_memory_error_is(error: Exception, expected: bool) -> Non
     assert is_out_of_memory(error) is expected
 
 
-def test_remedies_fit_the_phase_and_name_what_is_set(config: Config) -> None:
-    assert _remedies(config).keys() == set(PHASES)
+def test_remedies_fit_the_phase_and_leave_out_what_is_used_up(config: Config) -> None:
+    assert all(_remedies(config)[phase] for phase in PHASES)
     assert _remedies(config)["rollout"][:2] == [
-        "rollout.gpu_memory_utilization: lower (now 0.6)",
-        "model.offload: optimizer, or true (now False)",
+        "lower rollout.gpu_memory_utilization (0.6)",
+        "model.offload: optimizer, or true",
     ]
-    assert "rollout.max_completion_tokens: lower (now 12)" in _remedies(config)["update"]
+    used_up = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, offload=True, activation_checkpointing=True),
+        training=dataclasses.replace(
+            config.training, max_tokens_per_micro_batch=config.max_rollout_tokens
+        ),
+    )
+    text = "; ".join(_remedies(used_up)["update"] + _remedies(used_up)["rollout"])
+    assert "offload" not in text
+    assert "activation_checkpointing" not in text
+    assert "rollout.max_completion_tokens (12)" in text
+    assert "lower training.max_tokens_per_micro_batch" not in text
 
 
 # What is left after a sleep

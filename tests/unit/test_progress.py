@@ -45,18 +45,12 @@ def test_a_count_that_is_none_is_refused(name: str) -> None:
         check_fields({name: -1}, TRAINER, "trainer.json")
 
 
-@pytest.mark.parametrize(
-    ("earlier", "expected"),
-    [("", 50), ('{"step": 3, "time/wall_s": 1000.0}\n', 1050), ('{"step": 3}\n', 50)],
-)
-def test_the_clock_adds_this_launch_to_the_last_line(
-    earlier: str, expected: float, tmp_path: Path
-) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(earlier)
+def a_log(run_dir: Path, earlier: str) -> MetricsLog:
+    """The log of a launch that began 50 s ago, in a run that has these lines already."""
+    (run_dir / "metrics.jsonl").write_text(earlier)
     rank0: Any = SimpleNamespace(is_rank0=True)
-    log = MetricsLog(
-        tmp_path,
+    return MetricsLog(
+        run_dir,
         0,
         time.monotonic() - 50,
         session=rank0,
@@ -66,8 +60,35 @@ def test_the_clock_adds_this_launch_to_the_last_line(
         training=TrainingConfig(),
         followers=None,
     )
+
+
+@pytest.mark.parametrize(
+    ("earlier", "expected"),
+    [("", 50), ('{"step": 3, "time/wall_s": 1000.0}\n', 1050), ('{"step": 3}\n', 50)],
+)
+def test_the_clock_adds_this_launch_to_the_last_line(
+    earlier: str, expected: float, tmp_path: Path
+) -> None:
+    log = a_log(tmp_path, earlier)
     log.write_evaluation(4, {"eval/made/mean": 0.5})
     log.close()
-    result = json.loads(path.read_text().splitlines()[-1])
+    result = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     assert result["time/wall_s"] == pytest.approx(expected, abs=10)
     assert result["time/unix_s"] == pytest.approx(time.time(), abs=10)
+
+
+def test_the_last_line_has_the_steps_and_the_minutes_of_all_launches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "grpo_spmd")
+    lines: list[dict[str, float]] = [
+        {"step": 1, "reward/mean": 0.25, "time/wall_s": 400.0},
+        {"step": 2, "reward/mean": 0.75, "time/wall_s": 1000.0},
+        {"step": 2, "eval/made/mean": 0.5, "time/wall_s": 1010.0},
+    ]
+    log = a_log(tmp_path, "".join(f"{json.dumps(line)}\n" for line in lines))
+    log.end_run()
+    log.close()
+    # 1000 s up to the newest step, and 50 s of this launch
+    assert "done: 2 steps in 17 min 3" in caplog.text
+    assert "reward/mean 0.250 at the first step, 0.500 over the last 2; see " in caplog.text

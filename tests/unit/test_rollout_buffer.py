@@ -148,7 +148,7 @@ def test_a_disk_that_takes_nothing_is_only_a_warning(
     assert buffer.find(0, "these", [PROMPT], 4) == {}
     buffer.keep(PROMPT, 0, COMPLETIONS[0])
     buffer.write()
-    assert "1 completions are not kept (" in caplog.text
+    assert "1 completions are not kept on disk (" in caplog.text
 
 
 def test_long_generations_are_written_while_they_run(

@@ -162,7 +162,7 @@ def test_a_full_disk_costs_the_file_alone(
     assert (
         names(tmp_path) == []
     )  # neither half of the new one nor the old one, which says something else
-    assert "is not written: File too large" in caplog.text
+    assert "is not written: File too large (on rank 0)" in caplog.text
     written.write_step(3, LINES)
     assert RunFolder(tmp_path).dumped_steps == [3]
 
@@ -179,14 +179,17 @@ def test_what_is_in_the_way_is_a_warning_and_nobody_elses_file(
     written = files(tmp_path)
     for step in (1, 2, 3):
         written.write_step(step, LINES)
-    assert "step_000001.jsonl is not written: Is a directory" in caplog.text
+    assert "step_000001.jsonl is not written: Is a directory (on rank 0)" in caplog.text
     assert "step_000002.jsonl is not written: Is a directory" in caplog.text
     assert len(caplog.records) == 2
     assert (tmp_path / "precious").read_text() == "kept"
     assert dump_path(tmp_path, 3).read_bytes() == TEXT
     (tmp_path / "elsewhere").write_text("no folder")
     files(tmp_path / "elsewhere").write_step(1, LINES)
-    assert "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory" in caplog.text
+    assert (
+        "elsewhere/rollouts/step_000001.jsonl is not written: Not a directory (on rank 0)"
+        in caplog.text
+    )
 
 
 def _record(rollout_id: int | None, of: int | None = 8) -> bytes:
@@ -242,14 +245,14 @@ def test_the_parts_of_nodes_are_one_dump_to_a_reader(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pieces", "expected"),
     [
-        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing; each"),
-        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts are missing; each"),
-        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing; each"),
+        ({0: [0, 1, 2, 4, 5, 6, 7]}, r"1 rollouts are missing, among them the ids \[3\]; each"),
+        ({0: [0, 1], 3: [6, 7]}, r".* and 1 more: 4 rollouts .* the ids \[2, 3, 4, 5\]; each"),
+        ({1: [4, 5, 6, 7]}, r"4 rollouts are missing, .* the ids \[0, 1, 2, 3\]; each"),
         # whose ids have no gap
-        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing; each"),
+        ({0: [0, 1, 2, 3]}, r"4 rollouts are missing, .* the ids \[4, 5, 6, 7\]; each"),
         # of which nothing tells the ids
-        ({0: [0, 1, None]}, r"5 rollouts are missing; each node"),
-        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing; each"),
+        ({0: [0, 1, None]}, r"5 rollouts are missing, .* the ids \[\]; each node"),
+        ({0: [0], 1: [10**15]}, r"\d+ rollouts are missing, .* \[1, 2, 3, 4, 5, 6, \.\.\.\]; each"),
         ({0: range(8), 1: [5]}, r"9 rollouts of a step that had 8, or some of them twice; is one"),
         ({0: range(7), 1: [5]}, r"8 rollouts of a step that had 8, or some of them twice; is one"),
         ({0: range(8), 1: [8]}, r"9 rollouts of a step that had 8, .*; is one of these files of"),
@@ -286,7 +289,7 @@ def test_parts_of_two_steps_and_dumps_of_earlier_versions(tmp_path: Path) -> Non
     )  # they have only ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 3
     initial.write_bytes(_record(0, of=None) + _record(2, of=None))
-    with pytest.raises(ConfigError, match=r"1 rollouts are missing;"):
+    with pytest.raises(ConfigError, match=r"1 rollouts are missing, among them the ids \[1\];"):
         RunFolder(tmp_path).complete_rollouts(1)
     initial.write_bytes(_record(None, of=None))  # a step that was refused has no ids
     assert len(RunFolder(tmp_path).complete_rollouts(1)) == 1

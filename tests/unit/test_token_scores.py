@@ -319,13 +319,17 @@ def test_a_full_disk_and_a_folder_that_is_none_cost_a_warning(
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
     assert (
-        f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large" in caplog.text
+        f"{tmp_path}/token_scores/step_000001.jsonl is not written: File too large (on rank 0)"
+        in caplog.text
     )
     assert names(tmp_path) == []
     (tmp_path / "token_scores").rmdir()
     os.mkfifo(tmp_path / "token_scores")
     write(dump, 2)
-    assert f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists" in caplog.text
+    assert (
+        f"{tmp_path}/token_scores/step_000002.jsonl is not written: File exists (on rank 0)"
+        in caplog.text
+    )
     assert names(tmp_path, "rollouts") == ["step_000001.jsonl", "step_000002.jsonl"]
 
 

@@ -147,8 +147,8 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
     weight = "most weight in the loss, |advantage| x tokens"
     unlikely = f"least likely token, -logprob of the {source}"
     mismatch = "furthest from the engine, largest |policy - engine| of a token"
-    broken = "rollouts with a logprob that is not finite"
-    lists: dict[str, list[Ranked]] = {weight: [], unlikely: [], mismatch: [], broken: []}
+    lists: dict[str, list[Ranked]] = {weight: [], unlikely: [], mismatch: []}
+    broken: list[Ranked] = []
     for rollout in rollouts:
         engine = rollout.recorded.rollout_logprobs
         policy = rollout.logprobs or []
@@ -156,7 +156,7 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
             size = abs(rollout.replayed.advantage or 0.0) * len(engine)
             lists[weight].append((size, rollout))
         if not all(map(math.isfinite, [*engine, *policy])):
-            lists[broken].append((1.0, rollout))
+            broken.append((1.0, rollout))
             continue
         lists[unlikely].append((-min(policy or engine, default=0.0), rollout))
         # Without a policy there are no differences.
@@ -164,6 +164,8 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
         lists[mismatch].append((max(differences, default=0.0), rollout))
     for title, ranked in lists.items():
         yield from _ranked_lines(title, ranked, top)
+    title = f"{len(broken)} rollouts with a logprob that is not finite"
+    yield from _ranked_lines(title, broken, top)
 
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:

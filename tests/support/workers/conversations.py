@@ -187,8 +187,8 @@ def watched(engine: RolloutEngine) -> Iterator[list[Any]]:
 
 
 def check_cached(outputs: Sequence[Any]) -> None:
-    """Collective. A context re-enters with its prefix cached. Small caches, which hold few conversations, are
-    not asked."""
+    """Collective. A context re-enters with its prefix cached. Small caches, which hold few
+    conversations, are not asked."""
     initial: dict[tuple[int, ...], int] = {}
     for output in outputs:
         talk = tuple(output.prompt_token_ids[:2])

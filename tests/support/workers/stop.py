@@ -27,6 +27,7 @@ def main() -> None:
         float(sys.argv[2]),
         float((sys.argv[3:] or "0")[0]),
     )
+    interrupt.set_run_dir(config.run_dir)
     session, log = start_session(), logging.getLogger("grpo_spmd")
     log.setLevel(logging.INFO)
     log.addHandler(Terminal(sys.stdout))
