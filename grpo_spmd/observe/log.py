@@ -151,6 +151,8 @@ class MetricsLog:
             if not is_evaluation(line.values):
                 newest = line.values
                 self._rewards.append(newest.get("reward/mean") or 0.0)
+        self._num_earlier_steps = len(self._rewards)
+        self._first_step_start = time.monotonic()
         # The time of earlier launches counts, but not the time between two launches, nor that of
         # steps that were lost and are made again.
         self._start = self.began - float(newest.get("time/wall_s") or 0.0)
@@ -230,12 +232,14 @@ class MetricsLog:
         # a run without any step has only evaluated a policy that was trained elsewhere
         if not self.session.is_rank0 or not self._rewards:
             return
-        minutes, seconds = divmod(int(time.monotonic() - self._start), 60)
+        minutes, seconds = divmod(int(time.monotonic() - self._first_step_start), 60)
+        num_own_steps = len(self._rewards) - self._num_earlier_steps
+        own_steps = f", the last {num_own_steps} of them" if self._num_earlier_steps else ""
         last_rewards = self._rewards[-_NUM_LAST_REWARDS:]
         mean = sum(last_rewards) / len(last_rewards)
         _log.info(
-            f"done: {len(self._rewards)} steps in {minutes} min {seconds:02d} s, reward/mean "
-            f"{self._rewards[0]:.3f} at the first step, {mean:.3f} over the last "
+            f"done: {len(self._rewards)} steps{own_steps} in {minutes} min {seconds:02d} s, "
+            f"reward/mean {self._rewards[0]:.3f} at the first step, {mean:.3f} over the last "
             f"{len(last_rewards)}; see {self._path}"
         )
 
