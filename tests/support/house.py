@@ -48,12 +48,12 @@ ROOM_TOKENS = {
     "config": 13_180,
     "files": 1_800,
     "records": 1_880,
-    "distributed": 15_400,
+    "distributed": 15_250,
     "data": 9_250,
     "rewards": 28_630,
     "model": 29_000,
     "learn": 19_750,
-    "proofs": 19_540,
+    "proofs": 19_650,
     "observe": 21_250,
     "engine": 22_250,
     "episodes": 23_920,
@@ -70,7 +70,7 @@ ROOM_TOKENS = {
     "cli": 900,
     "api": 1_200,
 }
-MOST_FILES = 225
+MOST_FILES = 203
 MOST_NAMES_AT_TOP = 24
 MOST_VAGUE_PERCENT = 1.0
 MOST_LATE_IMPORTS = 25
