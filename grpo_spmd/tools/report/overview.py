@@ -43,6 +43,9 @@ _NEEDED = {
 }
 
 
+# The prompts of a page, and those that each kind has a place for.
+_MAX_PROMPTS = 400
+_MAX_PER_KIND = 80
 # Fractions of the distance between the lowest and the highest reward; see PromptRow.kind.
 _NEAR = 0.05
 
@@ -110,9 +113,13 @@ def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
 def config_rows(run: RecordedRun) -> list[list[Any]]:
     """Returns [key, value, source] for each key of the config.
 
-    The source is "default", "from algorithm: NAME", or "set". It is inferred, since config.yaml has
-    the resolved values without their sources.
+    The source is "default", "command line" (of the newest launch), "from algorithm: NAME", or
+    "set" (by a file or for the machine). It is inferred, since config.yaml has the resolved values
+    without their sources.
     """
+    command = run.launch.get("command")
+    words = map(str, command if isinstance(command, list) else ())
+    overridden = [word.partition("=")[0] for word in words if "=" in word]
     recipe: Mapping[str, Any] = {}
     with suppress(ConfigError):  # this version may not have the algorithm
         recipe = recipe_of(run.config)
@@ -122,8 +129,11 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
         # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
         general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
         source = "set"
+        # Checked first, since an override replaces values of the file and the recipe.
+        if any(key == name or key.startswith(f"{name}.") for name in overridden):
+            source = "command line"
         # Compared as texts, since 1 and True are equal.
-        if key in recipe and repr(recipe[key]) == repr(value):
+        elif key in recipe and repr(recipe[key]) == repr(value):
             source = f"{FROM_RECIPE} {run.config['algorithm']}"
         elif general in defaults and repr(defaults[general]) == repr(value):
             source = "default"
@@ -219,13 +229,15 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     kinds: dict[str, list[PromptRow]] = {kind: [] for kind in _KIND_ORDERS}
     for _, row in sorted(rows.items()):
         kinds[row.kind(low, high)].append(row)
-    chosen: list[tuple[str, PromptRow]] = []
+    ranked: list[tuple[bool, str, PromptRow]] = []
     for kind, members in kinds.items():
         members.sort(key=_KIND_ORDERS[kind])
-        chosen += [(kind, row) for row in members[:80]]
-    texts = _read_texts([row for _, row in chosen], deadline)
+        # The first prompts of each kind come before all others, so that no kind takes all places.
+        ranked += [(rank >= _MAX_PER_KIND, kind, row) for rank, row in enumerate(members)]
+    chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
+    texts = _read_texts([row for *_, row in chosen], deadline)
     prompts = []
-    for kind, row in chosen:
+    for _, kind, row in chosen:
         prompt, columns = texts.get(row.row, ("", {}))
         indices = spread_indices(len(row.steps), 100)
         prompts.append(

@@ -45,7 +45,7 @@ _STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))
 _INDENT = 2
 # How many lines of a long text are shown at its beginning and its end.
 _HEAD_LINES = 14
-_CONVERSATION_LINES = 400  # at the beginning of a conversation, and as many at its end
+_HALF_MESSAGES = 20  # at the beginning of a conversation, and as many at its end
 _NUM_GROUPS = 12  # how many of the worst and of the best groups of a step are shown
 GROUP_COLUMNS = (
     Column("n", 5),
@@ -309,11 +309,16 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
             yield from (f"{name}/{column}={as_text(value)}" for column, value in values.items())
 
 
-def _conversation(messages: Sequence[Any], terminal: Terminal) -> list[Line]:
-    """Returns the lines of a conversation; the middle of a long one is left out."""
-    # The beginning has the task and the end has the answer, so both are shown.
-    lines = [line for message in messages for line in _message_lines(message, terminal)]
-    return terminal.elide(lines, _CONVERSATION_LINES, _CONVERSATION_LINES)
+def _conversation(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields the lines of a conversation; the middle of a long one is left out."""
+    # The beginning has the task and the end has the answer, so both are shown. The others are left
+    # out before any line is made: an episode may have 100,000 messages.
+    num_hidden = len(messages) - 2 * _HALF_MESSAGES
+    if num_hidden > 0 and not terminal.is_full:
+        note = {"role": f"{num_hidden} messages left out (--full shows them)"}
+        messages = [*messages[:_HALF_MESSAGES], note, *messages[-_HALF_MESSAGES:]]
+    for message in messages:
+        yield from _message_lines(message, terminal)
 
 
 def _message_lines(message: Any, terminal: Terminal) -> Iterator[Line]:
