@@ -540,7 +540,7 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
     sources = {key: (value, source) for key, value, source in main["runs"][1]["config"]}
     assert sources == {
         "run_dir": ("b", "set"), "model.path": ("m", "set"), "model.dtype": ("bfloat16", "default"),
-        "seed": (0, "default"), "loss.kl_coef": (1, "set"),
+        "seed": (0, "default"), "loss.kl_coef": (1, "command line"),
     }  # fmt: skip
     assert main["runs"][0]["versions"] == {"torch": "2"}
 

@@ -298,5 +298,3 @@ def _shell() -> tuple[bytes, bytes]:
 
 def _read_asset(name: str) -> str:
     return (Path(__file__).with_name("page") / name).read_text(encoding="utf-8")
-
-

@@ -43,6 +43,8 @@ _NEEDED = {
 }
 
 
+_MAX_KEYS = 2_000  # of a config; another version may have written it
+_HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
 # The prompts of a page, and those that each kind has a place for.
 _MAX_PROMPTS = 400
 _MAX_PER_KIND = 80
@@ -58,8 +60,6 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
     num_metrics = len({key for line in run.steps for key in line})
     # Points of a curve, and numbers in all curves of a page.
     max_points = min(4_000, 1_500_000 // num_runs // max(1, num_metrics))
-    launches = [bounded_values(launch) for launch in run.launches[-50:] if is_shallow(launch)]
-    versions = launches[-1].get("versions") if launches else None
     return {
         "name": run.name,
         "subject": run.subject,
@@ -77,8 +77,8 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
         "evaluations": _curves(run.evaluations, max_points),
         "timeline": _timeline(run, 60_000 // num_runs),
         "config": config_rows(run),
-        "launches": launches,
-        "versions": versions if isinstance(versions, dict) else {},
+        "launches": [bounded_values(launch) for launch in run.launches[-50:] if is_shallow(launch)],
+        "versions": _versions(run),
     }
 
 
@@ -125,7 +125,7 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
         recipe = recipe_of(run.config)
     defaults = flatten_config(build_config(_NEEDED))
     rows = []
-    for key, value in run.config.items():
+    for key, value in list(run.config.items())[:_MAX_KEYS]:
         # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
         general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
         source = "set"
@@ -146,7 +146,21 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
     # The run_dir of every run differs.
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run_dir")
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
-    return [row for row in rows if len(set(map(repr, row[1:]))) > 1]
+    return [row for row in rows if len(set(map(repr, row[1:]))) > 1][:_MAX_KEYS]
+
+
+def _versions(run: RecordedRun) -> dict[str, Any]:
+    """Returns the versions, commits and machines of the newest launch, as far as it has them."""
+    launch = run.launch
+    recorded = launch.get("versions")
+    versions = dict(recorded) if isinstance(recorded, dict) else {}
+    repositories = launch.get("git")
+    for name, state in repositories.items() if isinstance(repositories, dict) else ():
+        if isinstance(state, dict) and isinstance(state.get("commit"), str):
+            suffix = ", changed" if state.get("dirty") else ""
+            versions[f"commit of {name}"] = state["commit"][:80] + suffix
+    versions |= {key: launch[key] for key in _HOST_KEYS if key in launch}
+    return {name: _config_value(value) for name, value in versions.items()}
 
 
 def _config_value(value: Any, max_chars: int = 2_000) -> Any:
