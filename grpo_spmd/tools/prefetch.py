@@ -18,6 +18,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from huggingface_hub.utils import disable_progress_bars
+
 from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
@@ -43,7 +45,8 @@ def main() -> None:
     args = parser.parse()
     signal.signal(signal.SIGINT, _quit)
     # This command prints its own progress lines instead of the libraries' progress bars.
-    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+    # datasets reads a variable on import; huggingface_hub is imported already.
+    disable_progress_bars()
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         _fetch(load_config(args.config, args.overrides))
@@ -94,7 +97,7 @@ def _quit(number: int, frame: object) -> None:
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     """Fetches the files of a model that a run needs, and prints their number and size."""
-    # Not imported at the top: huggingface_hub reads the variables that main() sets on import.
+    # Not imported at the top, since it takes long.
     from grpo_spmd.model.config_json import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)

@@ -19,6 +19,8 @@ import pytest
 import yaml
 
 from grpo_spmd.checks.memory import size_text
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.tools import prefetch
 from tests.support.fake_hub import FakeHub, serve
 from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
@@ -219,6 +221,18 @@ def test_each_refusal_is_one_line_and_exit_code_2(
             assert done.stderr.startswith(expected), done.stderr
             assert len(done.stderr.splitlines()) == 1, done.stderr
     assert not hub.served
+
+
+def test_a_disk_without_room_is_named_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    prefetch._check_disk(tmp_path / "cache", 1 << 20, "acme/tiny")
+    with pytest.raises(
+        ConfigError, match=r"acme/tiny needs 2.00 MiB more in .*, and 1.00 MiB are free"
+    ):
+        prefetch._check_disk(tmp_path / "cache", 2 << 20, "acme/tiny")
 
 
 def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(
