@@ -36,6 +36,7 @@ STYLES = {
     "title": "bold",
     "dim": "dim",
     "escape": "reverse",
+    "mark": "black on yellow",
     "good": "green",
     "ok": "green",
     "warning": "yellow",

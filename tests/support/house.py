@@ -66,7 +66,7 @@ ROOM_TOKENS = {
     "loop": 800,
     "train": 600,
     "demo": 5_420,
-    "tools": 57_300,
+    "tools": 57_400,
     "cli": 900,
     "api": 1_200,
 }

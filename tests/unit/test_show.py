@@ -477,8 +477,10 @@ def test_the_middle_of_a_long_conversation_is_left_out_before_it_is_drawn(
 
     monkeypatch.setattr(completions, "message_text", message_text)
     messages = [{"role": "user", "content": f"message {number}"} for number in range(5_000)]
-    episode: dict[str, Any] = {"status": "max_turns", "turns": [], "messages": messages}
-    episode |= {"environment": {"rewards": {}, "calls_s": [], "error": None}}
+    turns: list[Any] = [{"segment": 0, "sampled": False, "token_ids": [1, 2]}]
+    turns += [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": "stop"}]
+    episode: dict[str, Any] = {"status": "max_turns", "turns": turns, "messages": messages}
+    episode |= {"environment": {"rewards": {"r": 1.0}, "calls_s": [0.1], "error": None}}
     rollout = rollout_of(0, 0, 1.0, "", **episode)
     run = write_run(tmp_path / "run", METRICS, {8: [rollout]})
     text = Shown(monkeypatch, capsys)(run, "--best", "1")

@@ -15,7 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -612,7 +612,10 @@ def search_lines(
 
 
 def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields the text around `match` (all of it with --full), with >> and << around all matches."""
+    """Yields the text around `match` (all of it with --full), in which all matches are marked.
+
+    They are marked by a colour, or without colours by >> and <<.
+    """
     text = match.string
     if not terminal.is_full:
         begin = max(0, match.start() - _CONTEXT_CHARS)
@@ -621,7 +624,12 @@ def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
         suffix = terminal.ellipsis if end < len(text) else ""
         text = f"{prefix}{text[begin:end]}{suffix}"
     # A pattern such as a space matches very often in a long text.
-    return _text_lines(match.re.sub(r">>\g<0><<", text, count=1000), terminal)
+    if not terminal.has_colour:
+        return _text_lines(match.re.sub(r">>\g<0><<", text, count=1000), terminal)
+    styles = [""] * len(text)
+    for marked in islice(match.re.finditer(text), 1000):
+        styles[marked.start() : marked.end()] = ["mark"] * len(marked[0])
+    return _text_lines(text, terminal, styles)
 
 
 def _summary(
