@@ -300,8 +300,8 @@ def check_plan(target: Target) -> Iterator[Result]:
     answer = target.run(
         [sys.executable, "-m", "grpo_spmd.plan", *target.arguments, *options], PLAN_S
     )
-    # The first two lines of a plan have the verdict and the margin.
-    plan = answer.stdout.splitlines()[:2]
+    # The first two lines of a plan have the verdict and the margin. A long path wraps them.
+    plan = re.sub(r"\n +", " ", answer.stdout).splitlines()[:2]
     if not plan:
         lines = answer.stderr.strip().splitlines() or ["error: no plan"]
         yield warning("planner", lines[-1][:300], "python -m grpo_spmd.plan ..., by hand")
