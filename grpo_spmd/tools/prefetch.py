@@ -9,8 +9,16 @@ a network, and set HF_HUB_OFFLINE=1 in the job.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
+
+from huggingface_hub.utils import disable_progress_bars
 
 from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import OverridesParser
@@ -20,6 +28,9 @@ from grpo_spmd.config.schema import POLICY, Config, DataConfig
 from grpo_spmd.data.hub import check_reachable, is_offline, need_datasets
 from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
+
+_PRINT_EVERY_S = 8.0
+T = TypeVar("T")
 
 
 def main() -> None:
@@ -33,6 +44,10 @@ def main() -> None:
     parser.add_argument("--config", required=True, help="YAML file; configs/ has examples")
     args = parser.parse()
     signal.signal(signal.SIGINT, _quit)
+    # This command prints its own progress lines instead of the libraries' progress bars.
+    # datasets reads a variable on import; huggingface_hub is imported already.
+    disable_progress_bars()
+    os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"
     try:
         _fetch(load_config(args.config, args.overrides))
     except ConfigError as error:
@@ -82,17 +97,28 @@ def _quit(number: int, frame: object) -> None:
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
     """Fetches the files of a model that a run needs, and prints their number and size."""
-    # Not imported at the top, since huggingface_hub takes long to import.
+    # Not imported at the top, since it takes long.
     from grpo_spmd.model.config_json import fetch, files_at_hub
 
     files = files_at_hub(repo, revision)
-    missing = sum(file.file_size or 0 for file in files if file.will_download)
-    fetch(repo, revision)
+    _check_disk(cache, sum(file.file_size or 0 for file in files if file.will_download), repo)
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    _, outcome = _fetch_into(folder / "blobs", repo, lambda: fetch(repo, revision))
     commit = files[0].commit_hash[:7]
     size = size_text(sum(file.file_size or 0 for file in files))
-    outcome = f"{size_text(missing)} fetched" if missing else "already there"
     show(f"prefetch: model {repo}, revision {commit}: {len(files)} files, {size}, {outcome}")
-    show(f"  {cache}/models--{repo.replace('/', '--')}")
+    show(f"  {folder}")
+
+
+def _check_disk(cache: Path, needed: int, repo: str) -> None:
+    """Raises ConfigError if the cache's disk has less than `needed` bytes free."""
+    # The cache itself may not exist yet.
+    folder = next(path for path in (cache, *cache.absolute().parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        sizes = f"{size_text(needed)} more in {cache}, and {size_text(free)} are free there"
+        remedy = "make room, or name another place by HF_HOME"
+        raise ConfigError(f"model.path: {repo} needs {sizes}; {remedy}")
 
 
 def _fetch_rows(config: DataConfig, name: str | None) -> None:
@@ -107,8 +133,49 @@ def _fetch_rows(config: DataConfig, name: str | None) -> None:
     check_reachable("datasets", source.split(":")[1], key)
     import datasets
 
-    show(f"prefetch: data {source}: {len(read_rows(config, name))} rows")
-    show(f"  {datasets.config.HF_DATASETS_CACHE}")
+    cache = Path(datasets.config.HF_DATASETS_CACHE)
+    rows, outcome = _fetch_into(cache, source, lambda: read_rows(config, name))
+    show(f"prefetch: data {source}: {len(rows)} rows, {outcome}")
+    show(f"  {cache}")
+
+
+def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str]:
+    """Calls `fetch`. Returns its result and a text: how much was fetched, in which time.
+
+    Prints the progress every few seconds. The libraries do not report it, so it is measured as the
+    growth of `folder`.
+    """
+    start = time.monotonic()
+    start_bytes = _bytes_below(folder)
+    done = threading.Event()
+
+    def describe() -> str:
+        written = size_text(_bytes_below(folder) - start_bytes)
+        return f"{written} fetched in {time.monotonic() - start:.0f} s"
+
+    def run() -> None:
+        while not done.wait(_PRINT_EVERY_S):
+            show(f"prefetch: {name}: {describe()} so far")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        result = fetch()
+    finally:
+        done.set()
+        thread.join()
+    return result, describe() if _bytes_below(folder) > start_bytes else "already there"
+
+
+def _bytes_below(folder: Path) -> int:
+    """Returns the size of all files below `folder`."""
+    total = 0
+    for root, _, names in os.walk(folder):
+        for name in names:
+            # A partial file may have been renamed since it was listed.
+            with suppress(OSError):
+                total += os.lstat(os.path.join(root, name)).st_size
+    return total
 
 
 if __name__ == "__main__":

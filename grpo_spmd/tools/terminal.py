@@ -36,6 +36,7 @@ STYLES = {
     "title": "bold",
     "dim": "dim",
     "escape": "reverse",
+    "mark": "black on yellow",
     "good": "green",
     "ok": "green",
     "warning": "yellow",
@@ -317,6 +318,11 @@ class Terminal:
             note = f"{num_hidden + 1} lines more on a higher terminal, or without --follow"
             page[-num_hidden - 1 :] = [self.line(note, "dim")]
         self._show("\x1b[H\x1b[J" + "\n".join(map(self.paint, page)))
+
+    def leave(self) -> None:
+        """Ends the output after Ctrl-C: without colours, on a line of its own."""
+        if self.is_tty:
+            self._show("\x1b[0m" if self.has_colour else "")
 
     def _show(self, text: str) -> None:
         if not show(text):

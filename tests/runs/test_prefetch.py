@@ -19,12 +19,12 @@ import pytest
 import yaml
 
 from grpo_spmd.checks.memory import size_text
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.tools import prefetch
 from tests.support.fake_hub import FakeHub, serve
 from tests.support.models import make_model, make_reward_model
 from tests.support.processes import Job, run_command
 
-# The libraries draw bars of their progress on stderr, which these tests hold against errors.
-NO_BARS = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 PREFETCH = [sys.executable, "-m", "grpo_spmd.prefetch", "--config", "config.yaml"]
 CARD = """---
 configs:
@@ -82,7 +82,7 @@ def lines_of(world: Path, hub: FakeHub, home: Path, *overrides: str) -> list[str
     done = run_command(
         [sys.executable, "-c", program, "--config", "config.yaml", *overrides],
         cwd=world,
-        env=hub.environment | NO_BARS | {"HF_HOME": str(home)},
+        env=hub.environment | {"HF_HOME": str(home)},
     )
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout.splitlines()
@@ -97,15 +97,15 @@ def test_what_it_fetched_is_enough_where_there_is_no_network(
     assert sorted(hub.served) == sorted([*wanted, "README.md", "train.jsonl", "test.jsonl"])
     size = size_text(sum((model / name).stat().st_size for name in wanted))
     assert lines[0].startswith("prefetch: model acme/tiny, revision ")
-    assert f": {len(wanted)} files, {size}, {size} fetched" in lines[0]
+    assert f": {len(wanted)} files, {size}, {size} fetched in " in lines[0]
     assert lines[1] == f"  {home}/hub/models--acme--tiny"
-    assert lines[2].startswith("prefetch: data hub:acme/sums:main:train: 20 rows")
+    assert lines[2].startswith("prefetch: data hub:acme/sums:main:train: 20 rows, ")
     assert lines[-2:] == [f"  export HF_HOME={home} HF_HUB_OFFLINE=1", "[]"]
 
     hub.served.clear()
     again = lines_of(world, hub, home)
     assert not hub.served
-    assert again[0].endswith(", already there")
+    assert [line for line in again if line.endswith(", already there")] == [*again[0:6:2]]
 
     # No hub at all, and the readers that a run has.
     program = """
@@ -215,7 +215,7 @@ def test_each_refusal_is_one_line_and_exit_code_2(
             ),
             (["sed=1"], {}, "error: sed: unknown key"),
         ):
-            env = hub.environment | NO_BARS | {"HF_HOME": str(tmp_path)} | variables
+            env = hub.environment | {"HF_HOME": str(tmp_path)} | variables
             done = run_command([*PREFETCH, *overrides], cwd=world, env=env)
             assert done.returncode == 2, done.stderr
             assert done.stderr.startswith(expected), done.stderr
@@ -223,15 +223,23 @@ def test_each_refusal_is_one_line_and_exit_code_2(
     assert not hub.served
 
 
+def test_a_disk_without_room_is_named_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
+    prefetch._check_disk(tmp_path / "cache", 1 << 20, "acme/tiny")
+    with pytest.raises(
+        ConfigError, match=r"acme/tiny needs 2.00 MiB more in .*, and 1.00 MiB are free"
+    ):
+        prefetch._check_disk(tmp_path / "cache", 2 << 20, "acme/tiny")
+
+
 def test_ctrl_c_leaves_at_once_and_the_next_start_goes_on(
     world: Path, hub: FakeHub, tmp_path: Path
 ) -> None:
     hub.holds = "model.safetensors"
-    job = Job(
-        [*PREFETCH, *LOCAL_DATA],
-        cwd=world,
-        env=hub.environment | NO_BARS | {"HF_HOME": str(tmp_path)},
-    )
+    job = Job([*PREFETCH, *LOCAL_DATA], cwd=world, env=hub.environment | {"HF_HOME": str(tmp_path)})
     while "model.safetensors" not in hub.served:
         assert job.process.poll() is None, job.wait()[1]
         time.sleep(0.02)

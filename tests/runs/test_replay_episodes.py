@@ -1,6 +1,6 @@
 """A dumped step of episodes, replayed: logprobs are those of plain transformers over each whole
-conversation, and
-what was changed in the dump shows."""
+conversation, turns are
+shown, and what was changed in the dump shows."""
 
 from __future__ import annotations
 
@@ -145,6 +145,17 @@ def test_episodes_are_trained_on_as_plain_transformers_scores_them(run: Path) ->
         "rewards are those that the run recorded: environments, which are not here, gave sums"
         in text
     )
+    assert (
+        "episodes, of 8 those with the largest |advantage|:\n        1/2 ok: '2 turns, 5 tokens "
+        "sampled'" in text
+    )
+    assert (
+        " tokens, given\n    segment 1: 3 tokens, sampled, in the loss, stop, reward None" in text
+    )
+    assert "'name': 'add', 'arguments': {'a': 1}" in text
+    assert r"tool content: '\x1b[31m<|im_end|>\xfc'" in text
+    assert r"assistant content: 'it is\n7'" in text
+    assert ": 2 tokens, sampled, in the loss, stop, reward 0.5, logprob -" in text
 
 
 def test_an_answer_given_to_a_sibling_shows_in_the_logprobs(run: Path, tmp_path: Path) -> None:

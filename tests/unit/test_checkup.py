@@ -9,11 +9,11 @@ import os
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]
 import pytest
 
 from grpo_spmd.checks.model_folder import version_of
@@ -90,6 +90,11 @@ def test_a_program_that_hangs_is_a_line_at_its_deadline(
         os.kill(int((tmp_path / "pid").read_text()), 0)
 
 
+def test_what_is_not_ok_says_what_helps() -> None:
+    with pytest.raises(AssertionError, match="no remedy"):
+        Result("swap", "warning", "in use")
+
+
 # Memory
 
 
@@ -112,6 +117,8 @@ def test_memory_is_held_against_the_ranks(tmp_path: Path) -> None:
     line = only(devices.check_memory(replace(target, local_ranks=40)))  # 0.8
     finding = "32.00 GiB free of 64.00 GiB, for 40 ranks, which need about 40.00 GiB"
     assert (line.level, line.finding.partition(" (")[0]) == ("bad", finding)
+    strict = replace(target, root=plant(tmp_path, proc__sys__vm__overcommit_memory="2\n"))
+    assert levels(devices.check_memory(strict)) == {"memory": "ok", "overcommit": "warning"}
 
 
 def test_memory_is_held_against_what_the_config_needs(tmp_path: Path) -> None:
@@ -185,6 +192,16 @@ def test_the_cgroups_limit_counts_wherever_it_stands_above(tmp_path: Path, versi
         only(devices.check_threads(replace(target, environ={"OMP_NUM_THREADS": "2"}))).level
         == "bad"
     )  # 4 x 2 on 4
+
+
+def test_swap_in_use_is_no_good_sign(tmp_path: Path) -> None:
+    target = Target(root=plant(tmp_path, proc__meminfo=MEMINFO))
+    assert only(devices.check_swap(target)).level == "ok"
+    plant(tmp_path, proc__meminfo=MEMINFO.replace("SwapFree: 8388608", "SwapFree: 4194304"))
+    assert only(devices.check_swap(target)).finding.startswith("4.00 GiB of 8.00 GiB in use")
+    assert only(devices.check_swap(target)).level == "warning"
+    plant(tmp_path, proc__meminfo="MemTotal: 1 kB\nSwapTotal: 0 kB\n")
+    assert only(devices.check_swap(target)).finding == "none"
 
 
 @pytest.mark.parametrize(
@@ -312,15 +329,23 @@ overlay /layer overlay rw 0 0
      ("/bucket/x", "fuse.s3fs", "bad"), ("/layer/x", "overlay", "warning")],
 )  # fmt: skip
 def test_the_file_system_is_that_of_the_nearest_and_newest_mount(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, kind: str, level: str
+    tmp_path: Path, path: str, kind: str, level: str
 ) -> None:
-    monkeypatch.setattr(
-        psutil, "PROCFS_PATH", str(plant(tmp_path, proc__self__mounts=MOUNTS) / "proc")
+    result = disk.file_system_of(
+        Target(root=plant(tmp_path, proc__self__mounts=MOUNTS)), Path(path)
     )
-    result = disk.file_system_of(Path(path))
-    assert result.fstype == kind
-    assert disk.check_kind(path, result.fstype).level == level
-    assert ("ro" in result.opts.split(",")) == (kind == "xfs")
+    assert result.kind == kind
+    assert disk.check_kind(path, result).level == level
+    assert ("ro" in result.options) == (kind == "xfs")
+
+
+def test_a_temporary_folder_that_takes_nothing_or_runs_nothing(tmp_path: Path) -> None:
+    mounts = f"/dev/vda / ext4 rw 0 0\n/dev/vdb {tmp_path} xfs rw,{{}} 0 0\n"
+    for option, level in (("noexec", "warning"), ("relatime", "ok")):
+        root = plant(tmp_path / option, proc__self__mounts=mounts.format(option))
+        (line,) = disk.check_temporary(Target(root=root, environ={"TMPDIR": str(tmp_path)}))
+        assert (line.level, "noexec" in line.finding) == (level, level == "warning")
+    assert only(disk.check_temporary(Target(environ={"TMPDIR": "/nowhere"}))).level == "bad"
 
 
 # Versions
@@ -340,7 +365,7 @@ def dist_info(folder: Path, name: str, version: str, *requires: str) -> None:
 
 def test_the_versions_of_these_tests_are_well() -> None:
     result = levels([*devices.check_python(Target()), *devices.check_packages(Target())])
-    assert {result[name] for name in ("python", "packages")} == {"ok"}
+    assert {result[name] for name in ("python", "torch", "transformers", "packages")} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -386,9 +411,7 @@ def test_an_engine_from_source_may_say_any_version(
     dist_info(tmp_path, "vllm", "0.1.dev7+g123")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not [
-        result
-        for result in devices.check_packages(Target())
-        if result.level != "ok" and "vllm 0.1.dev7" in result.finding
+        result for result in devices.check_packages(Target()) if "vllm 0.1.dev7" in result.finding
     ]
 
 
@@ -403,7 +426,7 @@ def test_the_ranges_are_those_of_the_project() -> None:
     python, requests = devices.read_requirements()
     assert python == ">=3.11"
     assert "torch>=2.11" in requests
-    assert 'vllm<0.34,>=0.26; extra == "gpu"' in requests
+    assert 'vllm>=0.26,<0.34; extra == "gpu"' in requests
 
 
 # Devices
@@ -569,6 +592,25 @@ def test_variables_that_slow_ranks_are_named_and_secrets_are_not() -> None:
     assert "hf_very_secret" not in repr(line)
 
 
+def test_the_end_of_a_slurm_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for remaining, level in ((300, "warning"), (7200, "ok")):
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + remaining))
+        assert only(network.check_slurm(Target())).level == level
+    assert [*network.check_slurm(Target(environ={}))] == []
+
+
+def test_a_torchrun_of_another_python_is_named(tmp_path: Path) -> None:
+    program = tmp_path / "torchrun"
+    for initial, level in (
+        ("#!/opt/other/bin/python3", "warning"),
+        ("#!/usr/bin/env python3", "ok"),
+    ):
+        program.write_text(f"{initial}\n")
+        program.chmod(0o755)
+        assert only(network.check_torchrun(Target(environ={"PATH": str(tmp_path)}))).level == level
+
+
 # The page
 
 
@@ -584,7 +626,7 @@ def test_lines_fit_80_columns_and_are_plain_in_a_pipe(
     assert max(map(len, lines)) <= 80
     assert not any("\x1b" in line for line in lines)
     assert lines[0] == "memory"
-    assert lines[-1] == "not fit: 1 bad, 1 warnings, 1 ok, 1.0 s"
+    assert lines[-1] == "not fit: 1 bad, 1 warning, 1 ok, 1.0 s"
     assert [line[2:9].strip() for line in lines if line[2:9].strip() and line[0] == " "] == [
         "ok",
         "bad",
@@ -599,7 +641,7 @@ def test_warnings_alone_are_fit(capsys: pytest.CaptureFixture[str]) -> None:
     page = Page()
     page.add("disk", Result("run_dir", "warning", "x", "y"))
     assert page.close(0.0) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "fit: 0 bad, 1 warnings, 0 ok, 0.0 s"
+    assert capsys.readouterr().out.splitlines()[-1] == "fit: 0 bad, 1 warning, 0 ok, 0.0 s"
     with pytest.raises(ConfigError, match="--json: cannot write"):
         Page(Path("/nowhere/lines.jsonl"))
 

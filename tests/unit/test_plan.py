@@ -591,6 +591,11 @@ def test_the_command_needs_config_json_alone_and_its_overrides_are_taken(
     assert "step, s" not in text
     assert max(len(line) for line in text.replace(str(tmp_path), "").splitlines()) <= 100
 
+    # A row of the table that is wrapped keeps to the column of its last cell.
+    table = text.split("\n\n")[1].splitlines()[1:]
+    assert any(line.startswith(" " * 30) for line in table), text
+    assert all(not line[:30].strip() or len(line[:28].split()) == 3 for line in table), text
+
     none = ["--config", str(path), "--gpu", "0.3GiB,1TFLOPS,1GB/s", "--ranks", "1"]
     assert (
         command(monkeypatch, *none) == command(monkeypatch, *none, "--suggest") == 1

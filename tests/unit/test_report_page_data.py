@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
 from itertools import pairwise
@@ -27,11 +28,13 @@ import pytest
 from grpo_spmd.diagnosis.run import name_apart, read_run
 from grpo_spmd.observe import run_folder
 from grpo_spmd.observe.rollout_record import RolloutRecord, to_line
-from grpo_spmd.observe.run_folder import RunFolder
+from grpo_spmd.observe.run_folder import LinePosition, RunFolder
+from grpo_spmd.tools import follow
 from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
 from grpo_spmd.tools.report.build import build_page
-from grpo_spmd.tools.report.steps import json_bytes, scan_step
+from grpo_spmd.tools.report.overview import summarize_prompts
+from grpo_spmd.tools.report.steps import Group, StepResult, json_bytes, scan_step
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
 from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of
@@ -540,7 +543,7 @@ def test_two_runs_and_where_their_configs_differ(tmp_path: Path) -> None:
     sources = {key: (value, source) for key, value, source in main["runs"][1]["config"]}
     assert sources == {
         "run_dir": ("b", "set"), "model.path": ("m", "set"), "model.dtype": ("bfloat16", "default"),
-        "seed": (0, "default"), "loss.kl_coef": (1, "set"),
+        "seed": (0, "default"), "loss.kl_coef": (1, "command line"),
     }  # fmt: skip
     assert main["runs"][0]["versions"] == {"torch": "2"}
 
@@ -627,7 +630,7 @@ def test_a_follower_ends_with_the_run(tmp_path: Path, monkeypatch: pytest.Monkey
     going = {"launch": 1, "outcome": None, "host": "another", "start": "2099-01-01T00:00:00Z"}
     folder = make_run(tmp_path / "run", healthy(2), going)
     monkeypatch.setattr(command, "_MIN_AGE_S", 0.0)
-    monkeypatch.setattr(command, "_PAUSE_FACTOR", 0.0)
+    monkeypatch.setattr(follow, "_POLL_S", 0.01)
     monkeypatch.setattr(sys, "argv", ["report", str(folder), "--follow"])
     built: list[int] = []
     inner: Callable[..., Any] = build_page
@@ -769,3 +772,17 @@ def test_a_link_in_the_place_of_token_scores_is_not_read(tmp_path: Path) -> None
     _, errors = scan_step(RunFolder(folder), 1)
     assert errors.num == 1
     assert "and not a regular file" in errors.first
+
+
+def test_prompts_of_one_kind_take_the_places_that_others_leave(tmp_path: Path) -> None:
+    position = LinePosition(tmp_path / "none.jsonl", 0, 1)
+    groups = [Group(row, 0.5 if row < 500 else 0.0, position) for row in range(510)]
+    result = StepResult(1, b"", Counter(), groups, (0.0, 1.0))
+    content = summarize_prompts([result], 0.0)
+    assert content["prompt_kinds"] == {
+        **dict.fromkeys(("worse", "better", "always"), 0),
+        "never": 10,
+        "mixed": 500,
+    }
+    kinds = Counter(prompt["kind"] for prompt in content["prompts"])
+    assert kinds == {"never": 10, "mixed": 390}

@@ -6,7 +6,9 @@ import argparse
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from types import FrameType
@@ -24,11 +26,13 @@ from grpo_spmd.tools.checkup import devices, disk, network
 from grpo_spmd.tools.checkup.exchange import (
     Launch,
     RankFindings,
+    Report,
     check_clocks,
+    check_links,
+    check_reports,
     check_shared_folder,
     find_launch,
     merge_findings,
-    start_ranks,
     try_folder,
 )
 from grpo_spmd.tools.checkup.results import (
@@ -37,6 +41,8 @@ from grpo_spmd.tools.checkup.results import (
     Result,
     Target,
     bad,
+    end_programs,
+    plural,
     run_check,
 )
 from grpo_spmd.tools.terminal import find_terminal
@@ -44,29 +50,38 @@ from grpo_spmd.tools.terminal import find_terminal
 if TYPE_CHECKING:
     from grpo_spmd.tools.checkup.reduce import RankExchange
 
+_MAX_COLUMNS = 100
 _REPORT_S = 5.0
+_ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
 
 # The checks that need no other rank of the launch, in the order of the page: quick ones first.
 CHECKS = (
     Check("python", "versions", devices.check_python, scope="rank"),
     Check("packages", "versions", devices.check_packages, scope="rank"),
     Check("torch's build", "versions", devices.check_build, scope="rank"),
+    Check("tested set", "versions", devices.check_tested_set),
+    Check("torchrun", "versions", network.check_torchrun),
     Check("GPUs", "devices", devices.check_gpus, 20.0),
     Check("topology", "devices", devices.check_topology, 10.0),
     Check("memory", "memory", devices.check_memory),
+    Check("swap", "memory", devices.check_swap),
     Check("/dev/shm", "memory", devices.check_shared_memory),
     Check("threads", "memory", devices.check_threads, scope="rank"),
     Check("ulimit", "memory", devices.check_limits, scope="rank"),
     Check("run_dir", "disk", disk.check_run_folder, 20.0),
+    Check("/tmp", "disk", disk.check_temporary),
     Check("environment", "network", network.check_environment, scope="rank"),
     Check("host name", "network", network.check_host_name, 10.0),
     Check("port", "network", network.check_port),
     Check("hub", "network", network.check_hub),
+    Check("job", "network", network.check_slurm, 25.0, scope="run"),
     Check("sandbox", "config", devices.check_sandbox, 15.0),
     Check("--check", "config", devices.check_config, devices.CHECK_S + 5),
     Check("planner", "config", devices.check_plan, devices.PLAN_S + 20, scope="run"),
+    # The ranks that it starts keep --deadline themselves; this is only a last resort.
+    Check("all-reduce", "links", check_links, 3600.0),
 )
-_GROUPS = (*dict.fromkeys(check.group for check in CHECKS), "links")
+_GROUPS = tuple(dict.fromkeys(check.group for check in CHECKS))
 
 
 def main() -> None:
@@ -86,6 +101,7 @@ def main() -> None:
         if launch is None or launch.rank == 0:
             say("checkup: stopped by a signal")
     finally:
+        end_programs()
         disk.remove_scratch()
     # A check that hangs may hold a thread, which an ordinary exit would wait for.
     exit_process(code)
@@ -98,8 +114,6 @@ def _stop(_: int, __: FrameType | None) -> NoReturn:
 
 def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
     """Returns what is to be checked. Raises ConfigError if the config cannot be read."""
-    if args.ranks is not None and args.ranks < 1:
-        raise ConfigError(f"--ranks: {args.ranks} is not a number from 1 on")
     gpus = 0 if gpus_are_hidden() else num_gpus()
     local_ranks = launch.local_ranks if launch else max(1, args.ranks or gpus)
     config = None
@@ -124,39 +138,38 @@ def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
 
 def _open_page(args: argparse.Namespace) -> Page:
     """Returns a page of the terminal's width, but of at most 100 columns."""
-    return Page(args.json, find_terminal())
+    terminal = find_terminal()
+    return Page(args.json, replace(terminal, columns=min(_MAX_COLUMNS, terminal.columns)))
 
 
 def _check_alone(args: argparse.Namespace, target: Target) -> int:
     """Checks this machine without other ranks, prints the results and returns the exit code."""
     start, page = time.monotonic(), _open_page(args)
-    show(f"checkup of {gethostname()}, for a run of {target.num_ranks} ranks\n")
-    for check in CHECKS:
+    show(f"checkup of {gethostname()}, for a run of {plural(target.num_ranks, 'rank')}\n")
+    # The last check measures links by ranks that it starts, which takes long. It runs in a thread
+    # while the other checks run here.
+    pool, links_check = ThreadPoolExecutor(1), CHECKS[-1]
+    links = pool.submit(run_check, links_check, target) if "links" in args.only else None
+    for check in CHECKS[:-1]:
         for result in run_check(check, target) if check.group in args.only else ():
             page.add(check.group, result)
-    if "links" not in args.only:
-        return page.close(time.monotonic() - start)
-    return _RankCheckup(args, target, start_ranks(target), page).run()
+    for result in links.result() if links else ():
+        page.add("links", result)
+    return page.close(time.monotonic() - start)
 
 
 class _RankCheckup:
-    """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all.
+    """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all."""
 
-    If rank 0 is given a page, it has made its checks already.
-    """
-
-    def __init__(
-        self, args: argparse.Namespace, target: Target, launch: Launch, page: Page | None = None
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
         self._args, self._target, self._launch = args, target, launch
         self._start = time.monotonic()
         self._results: list[tuple[str, Result]] = []
-        self._checks = () if page else CHECKS
-        self._page = _open_page(args) if launch.rank == 0 and page is None else page
+        self._page = _open_page(args) if launch.rank == 0 else None
 
     def run(self) -> int:
         """Runs this rank's checks, exchanges the results and returns the exit code."""
-        if self._page is not None and self._checks:
+        if self._page is not None:
             show(f"checkup of {self._launch.num_ranks} ranks, by {gethostname()}\n")
         try:
             # Otherwise torch prints a page of C++ frames if a host cannot be reached.
@@ -178,7 +191,7 @@ class _RankCheckup:
         """Runs the checks whose scope includes this rank, and keeps their results."""
         # 0 means that the check is for this rank: it is the first of its scope.
         scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
-        for check in self._checks:
+        for check in CHECKS:
             if check.group in self._args.only and not scopes[check.scope]:
                 self._results += [(check.group, line) for line in run_check(check, self._target)]
 
@@ -213,8 +226,7 @@ class _RankCheckup:
 
         Every rank except rank 0 calls it.
         """
-        # More than all checks of rank 0 together may take.
-        patience_s = self._args.deadline + 300.0
+        patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.wait_for_rank0("plan", patience_s)
         if exchange.rank in plan["leaders"]:
             exchange.post("clock", time.time())
@@ -271,7 +283,9 @@ class _RankCheckup:
         for line in lines:
             page.add("links", line)
         if is_measured:
-            for line in exchange.compare(nodes, findings):
+            exchange.post("report", exchange.measure(nodes))
+            reports = msgspec.convert(exchange.gather("report", _REPORT_S), dict[int, Report])
+            for line in check_reports(reports, nodes, findings, args.deadline):
                 page.add("links", line)
         code = page.close(time.monotonic() - self._start)
         # The results are printed. When a rank has left with code 2, torchrun sends SIGTERM to all
@@ -299,11 +313,18 @@ def _parser() -> OverridesParser:
     deadline_help = "how long ranks and their all-reduces are waited for (default: 60)"
     json_help = "write each line there too, as a JSON object"
     add("--config", metavar="FILE", help=config_help)
-    add("--ranks", type=int, metavar="N", help=ranks_help)
+    add("--ranks", type=_parse_number, metavar="N", help=ranks_help)
     add("--only", type=_parse_groups, default=_GROUPS, metavar="GROUP,...", help=only_help)
     add("--deadline", type=float, default=60.0, metavar="SECONDS", help=deadline_help)
     add("--json", type=Path, metavar="FILE", help=json_help)
     return parser
+
+
+def _parse_number(text: str) -> int:
+    """Parses an option's value that must be a positive integer."""
+    if not (text.isdecimal() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
 
 
 def _parse_groups(text: str) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
@@ -46,6 +47,7 @@ from grpo_spmd.tools.checkup.results import (
     bad,
     join_items,
     ok,
+    plural,
     rated,
     warning,
 )
@@ -63,14 +65,25 @@ _FIELDS = (
 # The oldest drivers for CUDA's major versions (CUDA Toolkit release notes, minor version
 # compatibility).
 _DRIVERS = {"12": 525, "13": 580}
+# Less GPU memory in use than this is not reported.
+_USED_MIB = 1024
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
+_CORRECT = "correct it in the config, or by section.key=value"
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Packages whose versions are shown, as vLLM is.
+# Packages that are reported on separate lines, as vLLM is.
 _OWN_LINES = ("torch", "transformers")
 _REMEDY = "launch/setup.sh installs the tested set"
 _GIB = 1 << 30
 _MIB = 1 << 20
+# Shared memory of a rank: NCCL's segments for ranks of a node without direct access to each other's
+# GPU, about 10 MB a channel, and vLLM's.
+_SHM_NEEDED = 64 * _MIB
 _SHM_WANTED = 256 * _MIB
+# Memory of a rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured.
+# CUDA's libraries take more.
+_RANK_NEEDED = 1.0 * _GIB
+_RANK_WANTED = 1.5 * _GIB
+_GPU_RANK_WANTED = 4.0 * _GIB
 # Stands for "no limit" in comparisons.
 _UNLIMITED = 1 << 60
 
@@ -194,8 +207,7 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
     """Checks whether other processes hold GPU memory, and whether the engine fits beside them."""
     used_mib = {gpu["index"]: _number(gpu["memory.used"]) for gpu in gpus}
-    # Less GPU memory in use than this is not reported.
-    used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > 1024]
+    used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
         return ok("GPU memory", f"free on all {len(gpus)}")
     query = "--query-compute-apps=pid,used_memory,name"
@@ -229,7 +241,7 @@ def check_topology(target: Target) -> Iterator[Result]:
         if peer > int(name[3:])
     }
     counts = ", ".join(f"{count} {kind}" for kind, count in Counter(pairs.values()).most_common())
-    finding = f"{counts} of {len(pairs)} pairs"
+    finding = f"{counts} of {plural(len(pairs), 'pair')}"
     # NODE and SYS cross the CPU's interconnect.
     far = join_items(pair for pair, kind in pairs.items() if kind in ("SYS", "NODE"))
     if far:
@@ -262,11 +274,10 @@ def check_config(target: Target) -> Iterator[Result]:
     for kind, text in problems:
         finding, _, remedy = text.partition("; ")
         make = bad if kind == "error" else warning
-        yield make(
-            "--check", finding, remedy or "correct it in the config, or by section.key=value"
-        )
+        yield make("--check", finding, remedy or _CORRECT)
     if not answer.returncode:
-        yield ok("--check", f"model, data, rewards and run folder, for {target.num_ranks} ranks")
+        ranks = plural(target.num_ranks, "rank")
+        yield ok("--check", f"model, data, rewards and run folder, for {ranks}")
     elif "error" not in dict(problems):
         lines = [f"exit code {answer.returncode}", *answer.stderr.strip().splitlines()]
         yield bad("--check", lines[-1][:300], "python -m grpo_spmd.train --check ... says more")
@@ -289,8 +300,8 @@ def check_plan(target: Target) -> Iterator[Result]:
     answer = target.run(
         [sys.executable, "-m", "grpo_spmd.plan", *target.arguments, *options], PLAN_S
     )
-    # The first two lines of a plan have the verdict and the margin.
-    plan = answer.stdout.splitlines()[:2]
+    # The first two lines of a plan have the verdict and the margin. A long path wraps them.
+    plan = re.sub(r"\n +", " ", answer.stdout).splitlines()[:2]
     if not plan:
         lines = answer.stderr.strip().splitlines() or ["error: no plan"]
         yield warning("planner", lines[-1][:300], "python -m grpo_spmd.plan ..., by hand")
@@ -330,14 +341,21 @@ def check_sandbox(target: Target) -> Iterator[Result]:
 # Installed packages
 
 
-def read_requirements() -> tuple[str, list[str]]:
+def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
     """Returns the range of Python versions and the packages that this project requires.
 
     The packages are PEP 508 texts; those of an extra have the extra as a marker. They come from the
-    metadata of the installed package, which launch/setup.sh writes.
+    checkout's pyproject.toml, or else from the metadata of the installed package.
     """
+    file = package.with_name("pyproject.toml")
+    if file.is_file():
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        if project["name"] == "grpo_spmd":
+            extras = project["optional-dependencies"].items()
+            optional = [f'{text}; extra == "{name}"' for name, texts in extras for text in texts]
+            return project["requires-python"], [*project["dependencies"], *optional]
     metadata = importlib.metadata.metadata("grpo_spmd")
-    return metadata["Requires-Python"], importlib.metadata.requires("grpo_spmd") or []
+    return metadata["Requires-Python"] or "", importlib.metadata.requires("grpo_spmd") or []
 
 
 def check_python(_: Target) -> Iterator[Result]:
@@ -381,6 +399,12 @@ def check_packages(target: Target) -> Iterator[Result]:
         if not (fits or is_for_others or from_source):
             required = requirement.specifier or "any version"
             problems.setdefault(name, f"{name} {versions[name]}, but {source} requires {required}")
+    for name in (*_OWN_LINES, *engines[:1]):
+        facts = {name: versions.pop(name)}
+        if name in problems:
+            yield bad(name, problems.pop(name), _REMEDY, facts)
+        else:
+            yield ok(name, facts[name], facts)
     # Both packages install the module vllm, which samples the completions.
     if len(engines) != 1:
         yield bad(
@@ -388,10 +412,10 @@ def check_packages(target: Target) -> Iterator[Result]:
             f"{len(engines)} of {' and '.join(VLLM)} are installed, but exactly one is required",
             f"pip uninstall {' '.join(VLLM)}, then launch/setup.sh",
         )
-    for name, text in problems.items():
-        yield bad(name, text, _REMEDY)
-    named = ", ".join(f"{name} {versions[name]}" for name in (*_OWN_LINES, *engines))
-    yield ok("packages", f"{len(versions) - len(problems)} within their ranges ({named})", versions)
+    if problems:
+        yield bad("packages", "; ".join(problems.values()), _REMEDY, versions)
+    else:
+        yield ok("packages", f"{len(versions)} others within their ranges", versions)
 
 
 def check_build(target: Target) -> Iterator[Result]:
@@ -418,11 +442,32 @@ def check_build(target: Target) -> Iterator[Result]:
         make = warning if cuda else bad
         yield make(
             name,
-            f"{build}, but this machine has {target.num_gpus} GPUs: ranks would train on the CPU",
+            f"{build}, but this machine has {plural(target.num_gpus, 'GPU')}: ranks would train on "
+            "the CPU",
             "launch/setup.sh gpu, and a driver that works (nvidia-smi), or CUDA_VISIBLE_DEVICES=",
         )
     else:
         yield ok(name, build)
+
+
+def check_tested_set(_: Target) -> Iterator[Result]:
+    """Counts the packages whose versions are those of the checkout's lock file.
+
+    Other versions are no reason for a warning if they are within the ranges (check_packages).
+    """
+    lock = _PACKAGE.parent / "launch" / f"constraints-{'gpu' if version_of('vllm') else 'cpu'}.txt"
+    if not lock.is_file():
+        return
+    pinned = re.findall(r"^([\w.-]+)==(\S+)", lock.read_text(encoding="utf-8"), re.MULTILINE)
+    # A package that is not installed (version None) belongs to an extra.
+    differing = [
+        f"{name} {version_of(name)} instead of {wanted}"
+        for name, wanted in pinned
+        if version_of(name) not in (None, wanted)
+    ]
+    num_same = sum(version_of(name) == wanted for name, wanted in pinned)
+    difference = f"; others: {join_items(differing, 4)}" if differing else ""
+    yield ok("tested set", f"{num_same} of {len(pinned)} packages are as tested{difference}")
 
 
 # Memory, cores and limits
@@ -441,13 +486,11 @@ def check_shared_memory(target: Target) -> Iterator[Result]:
     disk = shutil.disk_usage(folder)
     yield rated(
         "/dev/shm",
-        f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.local_ranks} ranks here",
+        f"{size_text(disk.free)} free of {size_text(disk.total)}, {target.ranks_text} here",
         f"{size_text(_SHM_WANTED)} per rank are recommended: {remedy}",
         # All ranks of the machine share the folder.
         value=disk.free / target.local_ranks,
-        # NCCL's segments for ranks of a node without direct access to each other's GPU, about 10 MB
-        # a channel, and vLLM's.
-        needed=64 * _MIB,
+        needed=_SHM_NEEDED,
         wanted=_SHM_WANTED,
     )
 
@@ -464,9 +507,7 @@ def check_memory(target: Target) -> Iterator[Result]:
         total = limit
         available = min(available, limit - used)
         note = " (the cgroup's limit)"
-    finding = (
-        f"{size_text(available)} free of {size_text(total)}{note}, for {target.local_ranks} ranks"
-    )
+    finding = f"{size_text(available)} free of {size_text(total)}{note}, for {target.ranks_text}"
     sizes = _rank_memory(target)
     needed = sum(sizes.values())
     # Terms below 1 % are not listed, to keep the line short.
@@ -474,7 +515,7 @@ def check_memory(target: Target) -> Iterator[Result]:
     finding += f", which need about {size_text(target.local_ranks * needed)}"
     finding += f" (each: {' + '.join(terms)})"
     # What is needed has no reserve, so a minimum is recommended as well.
-    wanted = 4.0 * _GIB if target.num_gpus else 1.5 * _GIB
+    wanted = _GPU_RANK_WANTED if target.num_gpus else _RANK_WANTED
     yield rated(
         "memory",
         finding,
@@ -484,6 +525,25 @@ def check_memory(target: Target) -> Iterator[Result]:
         needed=needed,
         wanted=wanted,
     )
+    if target.read("/proc/sys/vm/overcommit_memory") == "2":
+        yield warning(
+            "overcommit",
+            "vm.overcommit_memory is 2: CUDA and torch reserve more addresses than they use",
+            "sysctl vm.overcommit_memory=0",
+        )
+
+
+def check_swap(target: Target) -> Iterator[Result]:
+    """Checks that the machine is not swapping."""
+    host = _read_meminfo(target)
+    total = host.get("SwapTotal", 0)
+    used = total - host.get("SwapFree", 0)
+    finding = f"{size_text(used)} of {size_text(total)} in use" if total else "none"
+    if used <= max(0.1 * total, _GIB):
+        yield ok("swap", finding)
+        return
+    remedy = "ranks that are swapped out make all others wait: end what else is running; swapoff -a"
+    yield warning("swap", finding, remedy)
 
 
 def _rank_memory(target: Target) -> dict[str, float]:
@@ -493,9 +553,7 @@ def _rank_memory(target: Target) -> dict[str, float]:
     """
     config = target.config
     model = read_model(config.model.path) if config else None
-    # Memory of a rank with torch and vLLM loaded and a tiny model: 0.8 GiB on a CPU, as measured.
-    # CUDA's libraries take more.
-    sizes = {"a process": 1.0 * _GIB}
+    sizes = {"a process": _RANK_NEEDED}
     if config is None or model is None:
         return sizes
     state, weights = state_of(config, model, target.num_ranks), engine_weights(config, model)
@@ -565,8 +623,9 @@ def check_threads(target: Target) -> Iterator[Result]:
     cores = target.cores if quota is None else min(target.cores, quota)
     text = target.environ.get("OMP_NUM_THREADS", "1")
     threads = int(text) if text.isdecimal() else 0
-    finding = f"{cores:g} of {target.cores} cores; {ranks} ranks x {threads} threads "
-    finding += "(OMP_NUM_THREADS)"
+    num_nodes = len([*(target.root / "sys/devices/system/node").glob("node[0-9]*")])
+    finding = f"{cores:g} of {target.cores} cores, {plural(num_nodes, 'NUMA node')}; "
+    finding += f"{target.ranks_text} x {plural(threads, 'thread')} (OMP_NUM_THREADS)"
     # One thread per rank is the usual setting; more threads than cores slow each other down.
     if threads < 1 or (threads > 1 and ranks * threads > cores):
         remedy = f"export OMP_NUM_THREADS={max(1, int(cores // ranks))}"
@@ -574,6 +633,13 @@ def check_threads(target: Target) -> Iterator[Result]:
     else:
         remedy = "more ranks than cores: fewer ranks, or a larger share of cores"
         yield rated("threads", finding, remedy, value=cores, wanted=ranks)
+    huge_pages = target.read("/sys/kernel/mm/transparent_hugepage/enabled")
+    if "[never]" in huge_pages and not target.num_gpus:
+        yield warning(
+            "huge pages",
+            "transparent huge pages are off: page faults are a large part of a CPU weight sync",
+            "echo madvise >/sys/kernel/mm/transparent_hugepage/enabled",
+        )
 
 
 def check_limits(target: Target) -> Iterator[Result]:
@@ -605,4 +671,13 @@ def check_limits(target: Target) -> Iterator[Result]:
         )
         results.append(result)
     problems = [result for result in results if result.level != "ok"]
+    # With "|" in the core pattern, dumps go to a program, not into the working folder.
+    is_piped = target.read("/proc/sys/kernel/core_pattern").startswith("|")
+    max_core = resource.getrlimit(resource.RLIMIT_CORE)[0]
+    is_large = max_core == resource.RLIM_INFINITY or max_core > _GIB
+    if is_large and not is_piped and target.num_gpus:
+        finding = (
+            "core dumps are on: a rank that crashes writes all of its memory into the working "
+        )
+        problems.append(warning("ulimit -c", finding + "folder", "ulimit -c 0"))
     yield from problems or [ok("ulimit", ", ".join(result.finding for result in results))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -11,9 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import psutil  # type: ignore[import-untyped]
+from typing import NamedTuple
 
 from grpo_spmd.checks.machine import check_disk
 from grpo_spmd.checks.memory import size_text
@@ -22,6 +21,9 @@ from grpo_spmd.files import sync_to_disk
 from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, warning
 
 _GIB = 1 << 30
+_SPEED_BYTES = 256 << 20
+_SPEED_S = 2.0
+_SLOW_BYTES_PER_S = 50e6
 _NUM_LINES = 200
 _LINE_LENGTH = 120
 _BUCKETS = ("s3fs", "gcsfuse", "goofys", "rclone", "mountpoint-s3", "blobfuse")
@@ -29,12 +31,23 @@ _STAY = "choose a run_dir on a disk that stays"
 _scratch_folders: set[Path] = set()
 
 
-def file_system_of(path: Path) -> Any:
-    """Returns psutil's record of the mount that holds `path`, with its `fstype` and `opts`."""
-    partitions = psutil.disk_partitions(all=True)
-    mounts = [mount for mount in partitions if path.is_relative_to(mount.mountpoint)]
+class FileSystem(NamedTuple):
+    """The type of a file system, such as ext4, and its mount options."""
+
+    kind: str = "unknown"
+    options: Sequence[str] = ()
+
+
+def file_system_of(target: Target, path: Path) -> FileSystem:
+    """Returns the file system that holds `path`, according to /proc/self/mounts."""
+    mounts: list[tuple[int, FileSystem]] = [(0, FileSystem())]
+    for line in target.read("/proc/self/mounts").splitlines():
+        _, mount, kind, options, *_ = line.split(" ")
+        mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount)
+        if path.is_relative_to(mount):
+            mounts.append((len(mount), FileSystem(kind, options.split(","))))
     # Take the deepest mount above the path; of several at the same place the last one counts.
-    return max(reversed(mounts), key=lambda mount: len(mount.mountpoint))
+    return max(reversed(mounts), key=lambda mount: mount[0])[1]
 
 
 def nearest_folder(path: Path) -> Path:
@@ -73,22 +86,22 @@ def check_run_folder(target: Target) -> Iterator[Result]:
     below = Path(os.path.abspath(target.run_dir)).relative_to(folder)
     name = f"{folder}" if below == Path() else f"{folder}, where {below} will be"
     # Mounts are listed by paths without links.
-    kind = file_system_of(folder.resolve()).fstype
+    file_system = file_system_of(target, folder.resolve())
     remedy = "choose another run_dir, or mount its file system to be written to"
     try:
         with scratch_in(folder) as scratch:
-            yield check_kind(name, kind)
+            yield check_kind(name, file_system)
             yield from _check_room(target, folder)
             yield from check_abilities(scratch)
             yield from _check_speed(scratch)
     except OSError as error:
-        finding = f"cannot write in {name} ({kind}): {error.strerror}"
+        finding = f"cannot write in {name} ({file_system.kind}): {error.strerror}"
         yield bad("run_dir", finding, remedy)
 
 
-def check_kind(name: str, kind: str) -> Result:
+def check_kind(name: str, file_system: FileSystem) -> Result:
     """Checks that the file system is no bucket, and that its files survive a restart."""
-    finding = f"{name} ({kind})"
+    kind, finding = file_system.kind, f"{name} ({file_system.kind})"
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
     if kind in ("tmpfs", "ramfs", "overlay"):
@@ -200,12 +213,12 @@ def whole_lines(folder: Path, lines: Sequence[str]) -> int:
 def _check_speed(folder: Path) -> Iterator[Result]:
     """Measures how fast one process writes to the disk, not only to the page cache."""
     # At most a tenth of what is free, so as not to fill the disk.
-    limit = min(256 << 20, shutil.disk_usage(folder).free // 10)
+    limit = min(_SPEED_BYTES, shutil.disk_usage(folder).free // 10)
     # Random bytes, which a file system cannot compress.
     block, written = os.urandom(4 << 20), 0
     start = time.monotonic()
     with open(folder / "speed", "wb", buffering=0) as file:
-        while written < limit and time.monotonic() - start < 2.0:
+        while written < limit and time.monotonic() - start < _SPEED_S:
             written += file.write(block)
             os.fdatasync(file.fileno())
     (folder / "speed").unlink()
@@ -216,4 +229,26 @@ def _check_speed(folder: Path) -> Iterator[Result]:
     remedy = (
         f"{1e10 / rate / 60:.1f} min for 10 GB: a faster disk, or larger checkpoint.every_steps"
     )
-    yield rated("speed", finding, remedy, value=rate, wanted=50e6)
+    yield rated("speed", finding, remedy, value=rate, wanted=_SLOW_BYTES_PER_S)
+
+
+def check_temporary(target: Target) -> Iterator[Result]:
+    """Checks the temporary folder, which holds compiled code, workers' folders and sandboxes."""
+    path = target.environ.get("TMPDIR", "/tmp")
+    remedy = "export TMPDIR=FOLDER on a local disk"
+    try:
+        with scratch_in(Path(path)):
+            free = shutil.disk_usage(path).free
+    except OSError as error:
+        yield bad("/tmp", f"cannot write in {path}: {error.strerror}", remedy)
+        return
+    file_system = file_system_of(target, Path(path).resolve())
+    finding = f"{path}: {size_text(free)} free"
+    if "noexec" in file_system.options:
+        finding += ", mounted noexec: compiled code cannot be loaded from there"
+        remedy += "; or VLLM_CACHE_ROOT and TRITON_CACHE_DIR on one"
+        yield warning("/tmp", finding, remedy)
+    elif file_system.kind.startswith("nfs"):
+        yield warning("/tmp", f"{finding}, on another host ({file_system.kind})", remedy)
+    else:
+        yield rated("/tmp", finding, f"make room, or {remedy}", value=free, wanted=_GIB)

@@ -1,36 +1,32 @@
 """Finds the ranks of a checkup, brings their results to rank 0, and compares the nodes.
 
-The ranks are launched by torchrun or srun, or by `start_ranks` on this machine alone.
+The ranks are launched by torchrun or srun, or by `check_links`, which starts a few on this machine.
 Ranks post values in torch's store, and rank 0 gathers them (`Exchange`). Every wait has a deadline.
 The findings of a rank are the Results of its checks. They are merged: into one line if all ranks
 have found the same, else into one line for each kind of finding, which names the ranks that have
-it. Nodes are compared too: their clocks, and whether all of them see the same run folder. The
-*leader* of a node is its first rank.
+it. A Report is what a rank has measured of its device and of all-reduces (reduce.py). Nodes are
+compared too: their clocks, and whether all of them see the same run folder. The *leader* of a node
+is its first rank.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import signal
-import subprocess
 import sys
 import time
 from collections import ChainMap, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_spmd.checks.memory import size_text
 from grpo_spmd.config.command_line import number_of_ranks
-from grpo_spmd.config.errors import ConfigError, cut_middle
-from grpo_spmd.distributed.processes import (
-    end_with_parent,
-    format_ranks,
-    free_port,
-    without_launch,
-)
+from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.distributed.processes import format_ranks, free_port
+from grpo_spmd.observe.cards import Card, find_device
 from grpo_spmd.tools.checkup.disk import lock_and_append, whole_lines
 from grpo_spmd.tools.checkup.results import (
     LEVELS,
@@ -39,6 +35,7 @@ from grpo_spmd.tools.checkup.results import (
     bad,
     join_items,
     ok,
+    rated,
     warning,
 )
 
@@ -46,6 +43,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+WAITING = "waiting for the devices of the others"
+NO_CONNECTION = "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
+# The fraction of the bandwidth in a card's data sheet that is expected.
+EXPECTED_FRACTION = 0.5
+# A lower bandwidth between GPU nodes probably means that the wrong network is used.
+_SLOW_GB_S = 1.0
+_MAX_FACTS = 4
+_POLL_S = 0.02
+_SKEW_S = 0.5
+_CLOCK_S = 10.0
+_FOLDER_S = 20.0
 # Lines that each node appends to the shared file.
 _NUM_LINES = 20
 
@@ -63,6 +71,34 @@ class RankFindings:
 
 # The findings by rank.
 Findings = Mapping[int, RankFindings]
+
+
+@dataclass
+class Report:
+    """What one rank has measured.
+
+    It is filled step by step, so that the report of a rank that hangs shows how far it got.
+    """
+
+    at: str = "starting"  # "done", "failed", or what the rank is doing
+    lines: list[Result] = field(default_factory=list)
+    gpu: tuple[str, float] | None = None  # name and GiB of memory; None on a CPU
+    # (bytes, seconds) of all-reduces within its node, if there are several, and over all ranks.
+    within_node: list[tuple[int, float]] = field(default_factory=list)
+    over_all: list[tuple[int, float]] = field(default_factory=list)
+
+    def begin(self, activity: str) -> None:
+        """Notes what the rank is about to do."""
+        self.at = activity
+
+    def set_gpu(self, name: str, gib: float) -> None:
+        """Notes the rank's GPU and its memory in GiB."""
+        self.gpu = (name, gib)
+
+    @property
+    def card(self) -> Card | None:
+        """The card of the rank's GPU; None if it is unknown or the rank is on a CPU."""
+        return find_device(*self.gpu) if self.gpu else None
 
 
 # The ranks
@@ -88,7 +124,7 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
-    # A single rank counts as launched if it has a port, as from start_ranks, but not if torchrun
+    # A single rank counts as launched if it has a port, as from check_links, but not if torchrun
     # started it: it is then alone.
     is_alone = "TORCHELASTIC_RUN_ID" in environ or "MASTER_PORT" not in environ
     if "RANK" not in environ or (num_ranks == 1 and is_alone):
@@ -114,11 +150,8 @@ def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
     Returns {} if this process is no such task, or the only one of its step.
     """
-    slurm = {
-        name.removeprefix("SLURM_"): value
-        for name, value in environ.items()
-        if name.startswith("SLURM_")
-    }
+    names = [name for name in environ if name.startswith("SLURM_")]
+    slurm = {name.removeprefix("SLURM_"): environ[name] for name in names}
     # A batch script has no step, although SLURM_NTASKS is set in it.
     num_tasks = slurm.get("STEP_NUM_TASKS", "1")
     if num_tasks == "1":
@@ -145,15 +178,18 @@ def first_host(nodes: str) -> str:
     return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
 
-def start_ranks(target: Target) -> Launch:
-    """Starts ranks on this machine that measure its links: one for each GPU, or two on the CPU.
+def check_links(target: Target) -> Iterator[Result]:
+    """Measures all-reduces on this machine, between one rank for each GPU or two on the CPU.
 
-    Returns the launch in which this process is rank 0. The others end with this process.
+    Each rank is a process that runs `checkup --only links`. Yields the lines that their rank 0 has
+    printed as JSON.
     """
+    if target.is_launched:
+        return
     num_ranks = target.num_gpus or 2
-    launched = {
-        **without_launch(target.environ),
+    environ = {
         "NCCL_DEBUG": "",
+        "TORCHELASTIC_USE_AGENT_STORE": "",
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
@@ -161,15 +197,23 @@ def start_ranks(target: Target) -> Launch:
         "LOCAL_WORLD_SIZE": str(num_ranks),
     }
     command = [sys.executable, "-m", "grpo_spmd.checkup", "--only", "links"]
-    command += ["--deadline", f"{target.deadline_s:g}"]
-    environs = [
-        {**launched, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)
-    ]
-    for environ in environs[1:]:
-        subprocess.Popen(command, env=environ, preexec_fn=partial(end_with_parent, signal.SIGKILL))
-    launch = find_launch(environs[0])
-    assert launch is not None
-    return launch
+    command += ["--deadline", f"{target.deadline_s:g}", "--json", "/dev/stdout"]
+
+    def run_rank(rank: int) -> tuple[str, str]:
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        answer = target.run(command, 3 * target.deadline_s + 60, environ | numbers)
+        return answer.stdout, answer.stderr.strip()
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        outputs = [*pool.map(run_rank, range(num_ranks))]
+    # The lines for the terminal, which are also in the output, are not JSON.
+    text = "\n".join(line for line in outputs[0][0].splitlines() if line.startswith("{"))
+    for fields in map(json.loads, text.splitlines()):
+        if "level" in fields:
+            yield Result(fields["name"], fields["level"], fields["found"], fields["remedy"])
+    if "verdict" not in text:
+        errors = [error for _, error in outputs if error] or ["its ranks ended without a message"]
+        yield bad("all-reduce", errors[0].splitlines()[-1][:300], "python -c 'import torch'")
 
 
 # Findings
@@ -185,25 +229,24 @@ def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
 def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
     """Yields (group, line): one line if all ranks found the same, else one for each finding.
 
-    The lines are in the order of the checks of rank 0; those that only other ranks have come last.
+    The lines are in the order of the checks, group by group.
     """
-    by_check: dict[tuple[str, str], dict[int, list[Result]]] = {}
+    groups: dict[str, dict[str, dict[int, list[Result]]]] = {}
     for rank, rank_findings in findings.items():
         for group, result in rank_findings.results:
-            by_rank = by_check.setdefault((group, result.name), {})
+            by_rank = groups.setdefault(group, {}).setdefault(result.name, {})
             by_rank.setdefault(rank, []).append(result)
-    for (group, name), results in by_check.items():
-        # Ranks without a line of this name did not run the check, since its scope leaves them out;
-        # but links are measured by all ranks.
-        num_ranks = len(findings if group == "links" else results)
-        for line in _merge_results(results, findings, num_ranks):
-            yield group, line
-        make = bad if group in ("versions", "links") else warning
-        remedy = "give all ranks the same kind of machine, environment, checkout and variables"
-        differences = _differences(results, findings)
-        if differences:
-            finding = cut_middle(f"ranks differ in {'; '.join(differences)}", 1_000)
-            yield group, make(name, finding, remedy)
+    for group, names in groups.items():
+        for name, results in names.items():
+            # Ranks without a line of this name did not run the check, since its scope leaves them
+            # out; but links are measured by all ranks.
+            num_ranks = len(findings if group == "links" else results)
+            for line in _merge_results(results, findings, num_ranks):
+                yield group, line
+            make = bad if group in ("versions", "links") else warning
+            remedy = "give all ranks the same kind of machine, environment, checkout and variables"
+            for difference in _differences(results, findings):
+                yield group, make(name, f"ranks differ in {difference}", remedy)
 
 
 def _merge_results(
@@ -229,7 +272,7 @@ def _merge_results(
 
 
 def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) -> list[str]:
-    """Returns a text for each fact that differs between ranks.
+    """Returns a text for each fact that differs between ranks, and how many more there are.
 
     A fact is a value that must be the same on all ranks, such as a version.
     """
@@ -244,7 +287,94 @@ def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) ->
             common_first = sorted(values.items(), key=lambda item: -len(item[1]))
             ranks = [f"{value[:80]} on {name_ranks(r, findings)}" for value, r in common_first]
             texts.append(f"{fact}: {join_items(ranks, 4)}")
-    return texts
+    num_more = len(texts) - _MAX_FACTS
+    return texts[:_MAX_FACTS] + ([f"{num_more} more of these"] if num_more > 0 else [])
+
+
+# Devices and all-reduces (reduce.py measures them)
+
+
+def check_reports(
+    reports: Mapping[int, Report],
+    nodes: Sequence[Sequence[int]],
+    findings: Findings,
+    seconds: float,
+) -> Iterator[Result]:
+    """Yields the lines about devices and all-reduces.
+
+    `nodes` has the ranks of each node. `seconds` is the deadline that the ranks had.
+    """
+    name = "all-reduce"
+    measured = {
+        rank: replace(
+            rank_findings,
+            results=[("links", line) for line in reports.get(rank, Report()).lines],
+        )
+        for rank, rank_findings in findings.items()
+    }
+    lines = [line for _, line in merge_findings(measured)]
+    failed = {line.name for line in lines if line.level == "bad"} & {"device", name}
+    # If a rank has no device, the all-reduces of the others fail as well. Their lines are left out,
+    # since they do not tell the cause.
+    yield from (line for line in lines if line.name != name or "device" not in failed)
+    stuck = {
+        rank: report.at for rank, report in reports.items() if report.at not in ("done", "failed")
+    }
+    silent = [rank for rank in findings if rank not in reports]
+    if silent:
+        yield bad(
+            name,
+            f"{name_ranks(silent, findings)} gave no answer within {seconds:g} s",
+            "py-spy dump, or dmesg, on that host",
+        )
+    elif stuck and not failed:
+        # Ranks that wait for the devices of others are not the cause if another rank is stuck.
+        causes = {rank: at for rank, at in stuck.items() if at != WAITING} or stuck
+        # The line says what the first of them was doing.
+        ranks, at = name_ranks([*causes], findings), next(iter(causes.values()))
+        yield bad(name, f"{ranks} did not finish within {seconds:g} s: {at}", NO_CONNECTION)
+    elif not failed:
+        card = reports[0].card
+        # Within a node NVLink or PCIe carries the data, between nodes the network.
+        link = EXPECTED_FRACTION * card.link_gb_s if card else 0.0
+        network = _SLOW_GB_S if reports[0].gpu else 0.0
+        inner = [report.within_node for report in reports.values()]
+        yield from _speed_line("within each node", inner, max(map(len, nodes)), link)
+        outer = [report.over_all for report in reports.values()]
+        if len(nodes) == 1:
+            yield from _speed_line("within the node", outer, len(reports), link)
+        else:
+            yield from _speed_line(f"over {len(nodes)} nodes", outer, len(reports), network)
+
+
+def _speed_line(
+    scope: str,
+    measured: Sequence[Sequence[tuple[int, float]]],
+    num_ranks: int,
+    expected_gb_s: float,
+) -> Iterator[Result]:
+    """Yields a line about the speed of all-reduces among `num_ranks` ranks, if any were measured.
+
+    `measured` has a list for each rank, with (bytes, seconds) for each size.
+    """
+    # An all-reduce is as slow as its slowest rank. A rank that is alone in its node has an empty
+    # list.
+    slowest = [
+        max(sizes, key=lambda row: row[1]) for sizes in zip(*filter(None, measured), strict=False)
+    ]
+    if not slowest:
+        return
+    size, seconds = slowest[-1]
+    # The bus bandwidth as nccl-tests defines it: a ring moves 2 (n - 1) / n of the bytes.
+    rate = 2 * (num_ranks - 1) / num_ranks * size / seconds / 1e9
+    times = ", ".join(f"{size_text(size)} {1e3 * took:.3g} ms" for size, took in slowest)
+    finding = f"{scope}, {num_ranks} ranks: {times}; {rate:.3g} GB/s (bus)"
+    remedy = (
+        f"at least {expected_gb_s:g} are expected. NCCL_DEBUG=INFO: P2P, SHM, IB or Socket? "
+        "nvidia-smi topo -m and nvlink -s show links, NCCL_SOCKET_IFNAME and NCCL_IB_HCA choose "
+        "networks"
+    )
+    yield rated("all-reduce", finding, remedy, value=rate, wanted=expected_gb_s)
 
 
 # The exchange of values over torch's store
@@ -276,7 +406,7 @@ class Exchange:
         for rank in range(self.num_ranks) if ranks is None else ranks:
             name = f"{key}/{rank}"
             while not self.store.check([name]) and time.monotonic() < deadline:
-                time.sleep(0.02)
+                time.sleep(_POLL_S)
             # After the deadline every further rank is still looked up once.
             if self.store.check([name]):
                 values[rank] = json.loads(self.store.get(name))
@@ -303,7 +433,7 @@ def check_clocks(
     bounds = [0.0]
     problems = []
     for rank in leaders:
-        clock = exchange.gather("clock", 10.0, [rank]).get(rank)
+        clock = exchange.gather("clock", _CLOCK_S, [rank]).get(rank)
         # The other clock was read at some time between `posted_at` and now. Assume the middle; half
         # of the interval is then the largest possible error.
         now = time.time()
@@ -312,7 +442,7 @@ def check_clocks(
         bounds.append(abs(skew) + uncertainty)
         if clock is None:
             problems.append(f"{findings[rank].host} gives no answer")
-        elif abs(skew) - uncertainty > 0.5:
+        elif abs(skew) - uncertainty > _SKEW_S:
             problems.append(f"{findings[rank].host} {skew:+.1f} s")
     if problems:
         yield warning(
@@ -356,7 +486,7 @@ def check_shared_folder(
     results.
     """
     name = "shared run_dir"
-    answers = exchange.gather("folder", 20.0, leaders)
+    answers = exchange.gather("folder", _FOLDER_S, leaders)
     num_whole = whole_lines(scratch, [_line_of(rank) for rank in leaders])
     blind = [rank for rank in leaders if answers.get(rank, "unseen") == "unseen"]
     if blind:

@@ -1,9 +1,11 @@
-"""Checks host name, port, hub and environment."""
+"""Checks host name, port, hub, launcher and environment, and the time left to a Slurm job."""
 
 from __future__ import annotations
 
 import re
+import shutil
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from ipaddress import ip_address
@@ -12,15 +14,19 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 from grpo_spmd.data.hub import ask, is_offline
+from grpo_spmd.distributed.processes import seconds_left
 from grpo_spmd.tools.checkup.results import (
     Result,
     Target,
     bad,
     join_items,
     ok,
+    rated,
     warning,
 )
 
+_DEFAULT_PORT = "29500"
+_SHORT_S = 600.0
 # Variables whose values are not shown.
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 # Variables that must be the same on all ranks.
@@ -45,11 +51,15 @@ _SLOWING = {
 def check_host_name(target: Target) -> Iterator[Result]:
     """Checks the interfaces that gloo and NCCL shall use, and the addresses of the host's name."""
     interfaces = [name for _, name in socket.if_nameindex()]
-    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+    # NCCL accepts the beginning of a name, gloo only the whole name.
+    for variable, matches in (
+        ("GLOO_SOCKET_IFNAME", str.__eq__),
+        ("NCCL_SOCKET_IFNAME", str.startswith),
+    ):
         for entry in filter(None, target.environ.get(variable, "").split(",")):
             wanted = entry.lstrip("=").partition(":")[0]
-            # "^" excludes an interface, so it need not exist. NCCL takes the beginning of a name.
-            if entry[0] != "^" and not any(name.startswith(wanted) for name in interfaces):
+            # "^" excludes an interface, so it need not exist.
+            if entry[0] != "^" and not any(matches(name, wanted) for name in interfaces):
                 yield bad(
                     "interface",
                     f"{variable} names {wanted}, but this host has {join_items(interfaces)}",
@@ -85,7 +95,7 @@ def check_port(target: Target) -> Iterator[Result]:
     if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
         return
     variable = target.environ.get("MASTER_PORT") or target.environ.get("PET_MASTER_PORT")
-    text = variable or "29500"
+    text = variable or _DEFAULT_PORT
     remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
     try:
         with socket.socket() as trial:
@@ -136,6 +146,28 @@ def check_hub(target: Target) -> Iterator[Result]:
         )
 
 
+def check_torchrun(target: Target) -> Iterator[Result]:
+    """Checks that the torchrun on PATH starts the Python of this environment."""
+    if target.is_launched or target.environ.get("TORCHELASTIC_RUN_ID"):
+        return
+    path = shutil.which("torchrun", path=target.environ.get("PATH"))
+    if path is None:
+        yield ok("torchrun", "not on PATH; grpo-spmd train does not need it")
+        return
+    with open(path, "rb") as file:
+        line = file.readline(512).decode(errors="replace").strip()
+    # Only an absolute path in the first line tells which Python it starts; `env python3` does not.
+    interpreter = re.fullmatch(r"#!\s*(/\S*/python[\d.]*)", line)
+    if interpreter and Path(interpreter[1]).parent != Path(sys.executable).parent:
+        yield warning(
+            "torchrun",
+            f"{path} starts {interpreter[1]}, but this is {sys.executable}",
+            "activate the environment, or python -m torch.distributed.run",
+        )
+    else:
+        yield ok("torchrun", path)
+
+
 def check_environment(target: Target) -> Iterator[Result]:
     """Checks for variables that slow ranks down. All are facts, to be compared across ranks."""
     facts: dict[str, str] = {}
@@ -153,3 +185,21 @@ def check_environment(target: Target) -> Iterator[Result]:
     else:
         names = join_items(name for name in facts if name.startswith(("NCCL_", "GLOO_")))
         yield ok("environment", names or "nothing set that slows ranks", facts)
+
+
+def check_slurm(target: Target) -> Iterator[Result]:
+    """Checks how much time a Slurm job has left."""
+    if not target.environ.get("SLURM_JOB_ID"):
+        return
+    rest_s = seconds_left(None)
+    if rest_s is None:
+        yield ok("job", "the Slurm job has no time limit, or it is not known")
+    else:
+        yield rated(
+            "job",
+            f"Slurm ends this job in {max(0.0, rest_s) / 3600:.1f} h",
+            "sbatch --time=24:00:00: a start and a step may take longer than that; the run saves "
+            "and queues again near its end",
+            value=rest_s,
+            wanted=_SHORT_S,
+        )

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from grpo_spmd.config.errors import ConfigError, within
 from grpo_spmd.config.schema import Config
-from grpo_spmd.distributed.processes import end_with_parent, without_launch
+from grpo_spmd.distributed.processes import without_launch
 from grpo_spmd.files import show
 from grpo_spmd.tools.terminal import Terminal
 
 Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
+_NAME_COLUMNS = 14
+_MAX_FILE_BYTES = 1 << 20
+# The programs that checks have started; end_programs() kills those that still run.
+_programs: list[subprocess.Popen[str]] = []
+# Held while a program is started, so that end_programs() in another thread cannot miss it.
+_starting = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Result:
     finding: str
     remedy: str = ""
     facts: dict[str, str] = field(default_factory=dict)  # values to be compared across ranks
+
+    def __post_init__(self) -> None:
+        assert self.level == "ok" or self.remedy, f"no remedy for {self.name}: {self.finding}"
 
 
 def ok(name: str, finding: str, facts: dict[str, str] | None = None) -> Result:
@@ -76,6 +84,10 @@ class Target:
     run_dir: Path = Path()
     deadline_s: float = 60.0  # for the ranks that measure all-reduces
 
+    @property
+    def ranks_text(self) -> str:
+        return plural(self.local_ranks, "rank")
+
     def read(self, *paths: str) -> str:
         """Returns the text of the first file below the root that can be read; "" if none can."""
         for path in paths:
@@ -84,7 +96,7 @@ class Target:
                 suppress(OSError),
                 open(self.root / path, encoding="utf-8", errors="replace") as file,
             ):
-                return file.read(1 << 20).strip()
+                return file.read(_MAX_FILE_BYTES).strip()
         return ""
 
     def run(
@@ -93,24 +105,38 @@ class Target:
         """Runs a program without the variables that make this process a rank (RANK, ...).
 
         `environ` has variables to set for the program. Raises OSError if there is no such program,
-        and subprocess.TimeoutExpired if it was killed after `timeout_s`. The program is also killed
-        if this process ends.
+        and subprocess.TimeoutExpired if it was killed after `timeout_s`.
         """
         env = without_launch(self.environ)
         # --check and the planner read how many ranks the run would have.
         if self.num_ranks > 1:
             env["WORLD_SIZE"] = str(self.num_ranks)
             env["LOCAL_WORLD_SIZE"] = str(self.local_ranks)
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            env={**env, **(environ or {})},
-            timeout=timeout_s,
-            preexec_fn=partial(end_with_parent, signal.SIGKILL),
-        )
+        with _starting:
+            program = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env={**env, **(environ or {})},
+            )
+            _programs.append(program)
+        with program:
+            try:
+                outputs = program.communicate(timeout=timeout_s)
+            finally:
+                program.kill()
+        return subprocess.CompletedProcess(command, program.returncode, *outputs)
+
+
+def end_programs() -> None:
+    """Kills the programs that checks have started. Called just before the process exits."""
+    # Never released, so that no check can start another program.
+    _starting.acquire()
+    for program in _programs:
+        program.kill()
 
 
 @dataclass(frozen=True)
@@ -166,7 +192,7 @@ class Page:
             self._group = group
         level = result.level
         self.counts[level] += 1
-        label = f"  {level:7}  {result.name:14} "
+        label = f"  {level:7}  {result.name:{_NAME_COLUMNS}} "
         indent = " " * len(label)
         lines = [*self._terminal.words(result.finding, label, indent)]
         lines[0].stylize(level, 2, 9)
@@ -185,7 +211,8 @@ class Page:
         """Prints the verdict, and returns the exit code: 2 if a line is bad, else 0."""
         num_bad, warnings, num_ok = (self.counts[level] for level in reversed(LEVELS))
         verdict = "not fit" if num_bad else "fit"
-        show(f"\n{verdict}: {num_bad} bad, {warnings} warnings, {num_ok} ok, {seconds:.1f} s")
+        counts = f"{num_bad} bad, {plural(warnings, 'warning')}, {num_ok} ok"
+        show(f"\n{verdict}: {counts}, {seconds:.1f} s")
         self._write(verdict=verdict, bad=num_bad, warnings=warnings, ok=num_ok)
         return 2 if num_bad else 0
 
@@ -199,3 +226,8 @@ def join_items(items: Iterable[object], limit: int = 6) -> str:
     texts = [str(item) for item in items]
     remark = f" and {len(texts) - limit} more" if len(texts) > limit else ""
     return ", ".join(texts[:limit]) + remark
+
+
+def plural(count: int, noun: str) -> str:
+    """Returns the count and the noun, such as "1 rank" or "2 ranks"."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")

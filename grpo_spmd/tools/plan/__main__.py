@@ -100,9 +100,18 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     else:
         say(
             "nothing that was tried makes it fit with the same training: more ranks, a larger card "
-            "or shorter rollouts would; without --suggest it is tried to train adapters alone"
+            f"or shorter rollouts would{_lora_text(proposals)}"
         )
     return plan.fits
+
+
+def _lora_text(proposals: Sequence[Suggestion]) -> str:
+    """Returns the end of a sentence about a suggestion that fits because it trains only adapters;
+    "" if there is none."""
+    fitting = [item for item in proposals if item.plan.fits and item.changes_training]
+    if not fitting:
+        return ""
+    return f"; so would {' '.join(fitting[0].overrides)}, which trains adapters alone"
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
@@ -131,7 +140,11 @@ def _text_lines(
     yield f"{'phase':12} {'peak':>7} {'free':>7}  GiB of one rank, of the peak"
     for phase, usage in plan.phases.items():
         peak, free = plan.peak_gib(phase), plan.margin_of(phase)
-        yield f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}"
+        row = f"{phase:12} {peak:7.2f} {free:7.2f}  {_join_usage(usage)}"
+        # Lines after the first stay in the column of the last cell.
+        yield from textwrap.wrap(
+            row, 100, subsequent_indent=" " * 30, break_long_words=False, break_on_hyphens=False
+        )
     yield ""
     yield (
         "estimates: CUDA context, NCCL, CUDA graphs and workspaces, engine's activations, "

@@ -33,6 +33,7 @@ from grpo_spmd.tools.replay.read import (
     Replay,
     ReplayedRollout,
     callable_rewards,
+    describe_episodes,
     read_step,
 )
 from grpo_spmd.tools.terminal import Column, Terminal
@@ -118,6 +119,7 @@ def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
         "",
         *_difference_lines(rollouts, top),
         *_suspicious_lines(rollouts, top),
+        *describe_episodes(rollouts, top),
     ]
 
 
@@ -159,9 +161,9 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
             broken.append((1.0, rollout))
             continue
         lists[unlikely].append((-min(policy or engine, default=0.0), rollout))
-        # Without a policy there are no differences.
-        differences = [abs(new - old) for new, old in zip(policy, engine, strict=False)]
-        lists[mismatch].append((max(differences, default=0.0), rollout))
+        if policy:
+            differences = [abs(new - old) for new, old in zip(policy, engine, strict=True)]
+            lists[mismatch].append((max(differences), rollout))
     for title, ranked in lists.items():
         yield from _ranked_lines(title, ranked, top)
     title = f"{len(broken)} rollouts with a logprob that is not finite"
@@ -189,7 +191,8 @@ def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
     yield f"of {len(rollouts)} rollouts differ: {totals}"
     if ranked:
         yield "largest differences (position/sample):"
-        yield from (line for _, line in sorted(ranked, reverse=True)[:top])
+        ranked.sort(key=lambda entry: entry[0], reverse=True)
+        yield from (line for _, line in ranked[:top])
 
 
 def _outcomes(record: RolloutRecord) -> dict[str, Any]:

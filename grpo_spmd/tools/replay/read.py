@@ -1,7 +1,7 @@
 """Reads what a run recorded of one step, for a replay: config, rollouts, metrics and data rows.
 
-It also finds the rewards that are not computed again (of servers, reward models, environments).
-Imports no torch.
+It also finds the rewards that are not computed again (of servers, reward models, environments), and
+describes episodes turn by turn for the report. Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_spmd.config.describe import flat
-from grpo_spmd.config.errors import ConfigError
+from grpo_spmd.config.errors import ConfigError, cut_middle
 from grpo_spmd.config.load import load_config
 from grpo_spmd.config.schema import Config, RewardConfig
 from grpo_spmd.data.rows import PromptRow, overview_of, read_rows
@@ -32,6 +32,9 @@ from grpo_spmd.observe.run_folder import RunFolder, dump_path
 from grpo_spmd.records import Completion
 from grpo_spmd.rewards.protocol import load_rewards
 from grpo_spmd.rewards.servers import check_calls
+
+# Characters of a message in a line of the report.
+_MAX_CHARS = 160
 
 # Overrides for one process on a CPU, since the run may have had several ranks and GPUs. None of
 # these keys changes what is computed.
@@ -311,3 +314,53 @@ def environment_rewards(recorded: RecordedStep) -> list[str]:
     records = [record for group in recorded.rollouts for record in group]
     names = {name for record in records for name in record.environment.get("rewards", ())}
     return [name for name in records[0].rewards if name in names]
+
+
+def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
+    """Returns lines about the `top` episodes with the largest |advantage|; [] if there are none."""
+    episodes = [rollout for rollout in rollouts if rollout.recorded.status is not None]
+    if not episodes:
+        return []
+    episodes.sort(key=lambda r: abs(r.replayed.advantage or 0.0) * r.in_loss, reverse=True)
+    lines = ["", f"episodes, of {len(episodes)} those with the largest |advantage|:"]
+    for rollout in episodes[:top]:
+        lines += _describe_episode(rollout)
+    return lines
+
+
+def _describe_episode(rollout: ReplayedRollout) -> list[str]:
+    """Returns lines about an episode: its turns with their tokens, then its messages."""
+    record = rollout.recorded
+    logprobs = rollout.logprobs or record.rollout_logprobs
+    num_turns = sum(turn["sampled"] for turn in record.turns)
+    summary = f"{num_turns} turns, {len(logprobs)} tokens sampled"
+    error = record.environment.get("error")
+    lines = [f"  {rollout.name:>9} {record.status}: {_one_line(error or summary)}"]
+    begin = 0
+    for turn in record.turns:
+        num_tokens = len(turn["token_ids"])
+        facts = [f"    segment {turn['segment'] + 1}: {num_tokens} tokens"]
+        if turn["sampled"]:
+            logprob = sum(logprobs[begin : begin + num_tokens])
+            begin += num_tokens
+            facts += ["sampled", "in the loss" if rollout.in_loss else "not in the loss"]
+            facts += [
+                turn["finish_reason"],
+                f"reward {turn.get('reward')}",
+                f"logprob {logprob:.6g}",
+            ]
+        else:
+            facts.append("given")
+        lines.append(", ".join(facts))
+    for message in record.messages:
+        lines += [
+            f"      {message.get('role')} {name}: {_one_line(value)}"
+            for name, value in message.items()
+            if name != "role" and value
+        ]
+    return lines
+
+
+def _one_line(value: Any) -> str:
+    """Returns a text of a policy or a tool as one line of ASCII, shortened in its middle."""
+    return cut_middle(ascii(value), _MAX_CHARS)

@@ -11,13 +11,11 @@ from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.diagnosis.run import RecordedRun, name_apart, read_run
 from grpo_spmd.files import hold_standard_streams, show
+from grpo_spmd.tools.follow import changes, file_sizes
 from grpo_spmd.tools.report.build import PAGE_START, build_page
 
 _MAX_RUNS = 8
-# With --follow, a page is written again after this time, and after so many times what it took: the
-# machine may be training.
-_MIN_AGE_S = 10.0
-_PAUSE_FACTOR = 10.0
+_MIN_AGE_S = 10.0  # with --follow, the age at which a page is written again at the earliest
 
 
 def main() -> None:
@@ -46,12 +44,10 @@ def main() -> None:
         out = args.out or args.runs[0] / "report.html"
         # Refused before the dumps are read, which may take long.
         _refuse_other_files(out)
-        while True:
-            begin = time.monotonic()
+        for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
             if not args.follow or not states & {"running", "silent", "empty"}:
                 return
-            time.sleep(max(_MIN_AGE_S, _PAUSE_FACTOR * (time.monotonic() - begin)))
     except ConfigError as error:
         refuse(error)
     except BrokenExecutor:

@@ -22,10 +22,11 @@ import signal
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ import grpo_spmd
 from grpo_spmd.diagnosis.run import RecordedRun
 from grpo_spmd.distributed.processes import end_with_parent
 from grpo_spmd.files import sync_path
+from grpo_spmd.tools.follow import file_size
 from grpo_spmd.tools.report.overview import config_differences, overview, summarize_prompts
 from grpo_spmd.tools.report.steps import (
     StepPage,
@@ -150,23 +152,29 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
     """Yields the results of the steps for which there is time, and at least of the first.
 
-    Large dumps are read by several processes.
+    Large dumps are read by several processes; the results come in the order in which they are done.
     """
     num_processes = min(len(os.sched_getaffinity(0)), 4)
-    is_low = os.nice(0) >= _LOW_PRIORITY
-    with ExitStack() as stack:
-        make: Callable[..., Iterator[StepResult]] = map
-        if num_processes > 1 and plan.num_dumped_bytes >= _POOL_BYTES and not is_low:
-            # spawn, because a forked process would inherit locks that other threads of this hold.
-            pool = ProcessPoolExecutor(
-                num_processes, get_context("spawn"), _start_worker, (os.getpid(),)
-            )
-            stack.callback(pool.shutdown, cancel_futures=True)
-            make = pool.map
-        for result in make(make_step, plan.tasks):
-            yield result
-            if time.monotonic() > plan.deadline:
+    if num_processes < 2 or plan.num_dumped_bytes < _POOL_BYTES or os.nice(0) >= _LOW_PRIORITY:
+        for number, task in enumerate(plan.tasks):
+            if number and time.monotonic() > plan.deadline:
                 return
+            yield make_step(task)
+        return
+    # spawn, because a forked process would inherit locks that other threads of this one hold.
+    with ProcessPoolExecutor(
+        num_processes, get_context("spawn"), _start_worker, (os.getpid(),)
+    ) as pool:
+        tasks = iter(plan.tasks)
+        running: set[Future[StepResult]] = {
+            pool.submit(make_step, task) for task in islice(tasks, 2 * num_processes)
+        }
+        while running:
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            # A task is added for each that is done, so that few results are in memory at a time.
+            if time.monotonic() <= plan.deadline:
+                running |= {pool.submit(make_step, task) for task in islice(tasks, len(done))}
+            yield from (future.result() for future in done)
 
 
 def _start_worker(parent: int) -> None:
@@ -290,10 +298,3 @@ def _shell() -> tuple[bytes, bytes]:
 
 def _read_asset(name: str) -> str:
     return (Path(__file__).with_name("page") / name).read_text(encoding="utf-8")
-
-
-def file_size(path: Path) -> int:
-    """Returns the size of a file in bytes, or 0 if the run has removed it meanwhile."""
-    with suppress(OSError):
-        return path.stat().st_size
-    return 0

@@ -43,6 +43,11 @@ _NEEDED = {
 }
 
 
+_MAX_KEYS = 2_000  # of a config; another version may have written it
+_HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
+# The prompts of a page, and those that each kind has a place for.
+_MAX_PROMPTS = 400
+_MAX_PER_KIND = 80
 # Fractions of the distance between the lowest and the highest reward; see PromptRow.kind.
 _NEAR = 0.05
 
@@ -55,8 +60,6 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
     num_metrics = len({key for line in run.steps for key in line})
     # Points of a curve, and numbers in all curves of a page.
     max_points = min(4_000, 1_500_000 // num_runs // max(1, num_metrics))
-    launches = [bounded_values(launch) for launch in run.launches[-50:] if is_shallow(launch)]
-    versions = launches[-1].get("versions") if launches else None
     return {
         "name": run.name,
         "subject": run.subject,
@@ -74,8 +77,8 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
         "evaluations": _curves(run.evaluations, max_points),
         "timeline": _timeline(run, 60_000 // num_runs),
         "config": config_rows(run),
-        "launches": launches,
-        "versions": versions if isinstance(versions, dict) else {},
+        "launches": [bounded_values(launch) for launch in run.launches[-50:] if is_shallow(launch)],
+        "versions": _versions(run),
     }
 
 
@@ -110,20 +113,27 @@ def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
 def config_rows(run: RecordedRun) -> list[list[Any]]:
     """Returns [key, value, source] for each key of the config.
 
-    The source is "default", "from algorithm: NAME", or "set". It is inferred, since config.yaml has
-    the resolved values without their sources.
+    The source is "default", "command line" (of the newest launch), "from algorithm: NAME", or
+    "set" (by a file or for the machine). It is inferred, since config.yaml has the resolved values
+    without their sources.
     """
+    command = run.launch.get("command")
+    words = map(str, command if isinstance(command, list) else ())
+    overridden = [word.partition("=")[0] for word in words if "=" in word]
     recipe: Mapping[str, Any] = {}
     with suppress(ConfigError):  # this version may not have the algorithm
         recipe = recipe_of(run.config)
     defaults = flatten_config(build_config(_NEEDED))
     rows = []
-    for key, value in run.config.items():
+    for key, value in list(run.config.items())[:_MAX_KEYS]:
         # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
         general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
         source = "set"
+        # Checked first, since an override replaces values of the file and the recipe.
+        if any(key == name or key.startswith(f"{name}.") for name in overridden):
+            source = "command line"
         # Compared as texts, since 1 and True are equal.
-        if key in recipe and repr(recipe[key]) == repr(value):
+        elif key in recipe and repr(recipe[key]) == repr(value):
             source = f"{FROM_RECIPE} {run.config['algorithm']}"
         elif general in defaults and repr(defaults[general]) == repr(value):
             source = "default"
@@ -136,7 +146,21 @@ def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
     # The run_dir of every run differs.
     keys = dict.fromkeys(key for run in runs for key in run.config if key != "run_dir")
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
-    return [row for row in rows if len(set(map(repr, row[1:]))) > 1]
+    return [row for row in rows if len(set(map(repr, row[1:]))) > 1][:_MAX_KEYS]
+
+
+def _versions(run: RecordedRun) -> dict[str, Any]:
+    """Returns the versions, commits and machines of the newest launch, as far as it has them."""
+    launch = run.launch
+    recorded = launch.get("versions")
+    versions = dict(recorded) if isinstance(recorded, dict) else {}
+    repositories = launch.get("git")
+    for name, state in repositories.items() if isinstance(repositories, dict) else ():
+        if isinstance(state, dict) and isinstance(state.get("commit"), str):
+            suffix = ", changed" if state.get("dirty") else ""
+            versions[f"commit of {name}"] = state["commit"][:80] + suffix
+    versions |= {key: launch[key] for key in _HOST_KEYS if key in launch}
+    return {name: _config_value(value) for name, value in versions.items()}
 
 
 def _config_value(value: Any, max_chars: int = 2_000) -> Any:
@@ -219,13 +243,15 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     kinds: dict[str, list[PromptRow]] = {kind: [] for kind in _KIND_ORDERS}
     for _, row in sorted(rows.items()):
         kinds[row.kind(low, high)].append(row)
-    chosen: list[tuple[str, PromptRow]] = []
+    ranked: list[tuple[bool, str, PromptRow]] = []
     for kind, members in kinds.items():
         members.sort(key=_KIND_ORDERS[kind])
-        chosen += [(kind, row) for row in members[:80]]
-    texts = _read_texts([row for _, row in chosen], deadline)
+        # The first prompts of each kind come before all others, so that no kind takes all places.
+        ranked += [(rank >= _MAX_PER_KIND, kind, row) for rank, row in enumerate(members)]
+    chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
+    texts = _read_texts([row for *_, row in chosen], deadline)
     prompts = []
-    for kind, row in chosen:
+    for _, kind, row in chosen:
         prompt, columns = texts.get(row.row, ("", {}))
         indices = spread_indices(len(row.steps), 100)
         prompts.append(

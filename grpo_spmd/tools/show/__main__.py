@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from grpo_spmd.config.command_line import OneLineParser
 from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.diagnosis.run import RecordedRun, read_run
 from grpo_spmd.files import hold_standard_streams
+from grpo_spmd.tools.follow import changes, file_sizes
 from grpo_spmd.tools.show.completions import (
     prompt_page,
     ranked_completions,
@@ -35,6 +35,7 @@ def main() -> None:
     except ConfigError as error:
         refuse(error)
     except KeyboardInterrupt:
+        find_terminal().leave()
         # Ctrl-C is the usual end of --follow.
         raise SystemExit(0 if args.follow else 130) from None
 
@@ -130,15 +131,17 @@ def _page(run: RecordedRun, args: argparse.Namespace, terminal: Terminal) -> Ite
 
 
 def _follow(args: argparse.Namespace) -> None:
-    """Draws the page again when it has changed, until the run ends.
+    """Draws the page again when the run's files or the terminal have changed, until the run ends.
 
     If stdout is no terminal, writes the page once, and then a line for each new step. Raises
     ConfigError if there is no run, or if it has ended and does not have what was asked for.
     """
     last_step: int | None = None
-    drawn: object = None
-    while True:
-        begin = time.monotonic()
+
+    def look() -> object:
+        return file_sizes([args.run_dir]), find_terminal()
+
+    for _ in changes(look, min_age_s=0.0):
         terminal = find_terminal(args.full)
         run = read_run(args.run_dir)
         has_ended = run.state not in ("running", "silent")
@@ -151,11 +154,10 @@ def _follow(args: argparse.Namespace) -> None:
                 # What was asked for may still come, such as the first completions.
                 warning = terminal.excerpt(str(error), 4, styles="warning")
                 lines = [*state_lines(run, terminal), *warning]
-            if not terminal.is_tty:
-                terminal.write(lines)
-            elif has_ended or drawn != (terminal, lines):
+            if terminal.is_tty:
                 terminal.redraw(lines, is_last=has_ended)
-                drawn = terminal, lines
+            else:
+                terminal.write(lines)
         else:
             if run.last_step != last_step:
                 terminal.write(list(newest_lines(run, terminal))[-1:])
@@ -164,8 +166,6 @@ def _follow(args: argparse.Namespace) -> None:
         if has_ended:
             return
         last_step = run.last_step
-        # Ten times what the work took: the machine may be training.
-        time.sleep(max(0.5, 10.0 * (time.monotonic() - begin)))
 
 
 if __name__ == "__main__":

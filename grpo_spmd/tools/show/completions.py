@@ -15,7 +15,7 @@ import re
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,7 @@ _STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))
 _INDENT = 2
 # How many lines of a long text are shown at its beginning and its end.
 _HEAD_LINES = 14
-_CONVERSATION_LINES = 400  # at the beginning of a conversation, and as many at its end
+_HALF_MESSAGES = 20  # at the beginning of a conversation, and as many at its end
 _NUM_GROUPS = 12  # how many of the worst and of the best groups of a step are shown
 GROUP_COLUMNS = (
     Column("n", 5),
@@ -309,11 +309,16 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
             yield from (f"{name}/{column}={as_text(value)}" for column, value in values.items())
 
 
-def _conversation(messages: Sequence[Any], terminal: Terminal) -> list[Line]:
-    """Returns the lines of a conversation; the middle of a long one is left out."""
-    # The beginning has the task and the end has the answer, so both are shown.
-    lines = [line for message in messages for line in _message_lines(message, terminal)]
-    return terminal.elide(lines, _CONVERSATION_LINES, _CONVERSATION_LINES)
+def _conversation(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
+    """Yields the lines of a conversation; the middle of a long one is left out."""
+    # The beginning has the task and the end has the answer, so both are shown. The others are left
+    # out before any line is made: an episode may have 100,000 messages.
+    num_hidden = len(messages) - 2 * _HALF_MESSAGES
+    if num_hidden > 0 and not terminal.is_full:
+        note = {"role": f"{num_hidden} messages left out (--full shows them)"}
+        messages = [*messages[:_HALF_MESSAGES], note, *messages[-_HALF_MESSAGES:]]
+    for message in messages:
+        yield from _message_lines(message, terminal)
 
 
 def _message_lines(message: Any, terminal: Terminal) -> Iterator[Line]:
@@ -607,7 +612,10 @@ def search_lines(
 
 
 def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields the text around `match` (all of it with --full), with >> and << around all matches."""
+    """Yields the text around `match` (all of it with --full), in which all matches are marked.
+
+    They are marked by a colour, or without colours by >> and <<.
+    """
     text = match.string
     if not terminal.is_full:
         begin = max(0, match.start() - _CONTEXT_CHARS)
@@ -616,7 +624,12 @@ def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
         suffix = terminal.ellipsis if end < len(text) else ""
         text = f"{prefix}{text[begin:end]}{suffix}"
     # A pattern such as a space matches very often in a long text.
-    return _text_lines(match.re.sub(r">>\g<0><<", text, count=1000), terminal)
+    if not terminal.has_colour:
+        return _text_lines(match.re.sub(r">>\g<0><<", text, count=1000), terminal)
+    styles = [""] * len(text)
+    for marked in islice(match.re.finditer(text), 1000):
+        styles[marked.start() : marked.end()] = ["mark"] * len(marked[0])
+    return _text_lines(text, terminal, styles)
 
 
 def _summary(
