@@ -19,7 +19,7 @@ import unicodedata
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, islice, repeat
 from typing import NamedTuple
 
@@ -57,6 +57,7 @@ _MAX_MARKS = 8  # combining marks on one character; more of them would cover the
 _JOINERS = "\u200c\u200d"  # Persian, Indic scripts and emoji need them between two characters
 _EMOJI = range(0x1F300, 0x1FB00)
 _VARIATION_SELECTORS = range(0xE0100, 0xE01F0)  # invisible, so that text can be hidden in them
+_CLEAR = "\x1b[H\x1b[J"
 
 
 class Character(NamedTuple):
@@ -151,6 +152,10 @@ class Terminal:
     @property
     def ellipsis(self) -> str:
         return "…" if self.encoding == "utf-8" else "..."
+
+    def resized(self, columns: int) -> Terminal:
+        """Returns the same terminal with another number of columns, for a part of the page."""
+        return replace(self, columns=columns)
 
     def limit(self, num: int) -> int | None:
         """Returns how many items of a list to show: `num`, or with --full all of them (None)."""
@@ -317,7 +322,7 @@ class Terminal:
         if num_hidden > 0 and not is_last:
             note = f"{num_hidden + 1} lines more on a higher terminal, or without --follow"
             page[-num_hidden - 1 :] = [self.line(note, "dim")]
-        self._show("\x1b[H\x1b[J" + "\n".join(map(self.paint, page)))
+        self._show(_CLEAR + "\n".join(map(self.paint, page)))
 
     def leave(self) -> None:
         """Ends the output after Ctrl-C: without colours, on a line of its own."""
@@ -339,9 +344,9 @@ def find_terminal(is_full: bool = False) -> Terminal:
     if os.environ.get("LC_ALL") in ("C", "POSIX") and "PYTHONIOENCODING" not in os.environ:
         encoding = "ascii"
     return Terminal(
-        # A narrower terminal has to wrap lines itself. Lines of more than 120 columns are hard to
+        # A narrower terminal has to wrap lines itself. Lines of more than 160 columns are hard to
         # read.
-        columns=min(120, max(60, columns)),
+        columns=min(160, max(60, columns)),
         rows=rows,
         encoding=encoding,
         is_tty=is_tty,

@@ -137,18 +137,14 @@ def write_scored_run(folder: Path) -> Path:
     }
     scores[1] |= {"difference": _f16(0, 0, 0), "difference_mean": 0.0, "difference_max": 0.0}
     write_lines(run / "token_scores" / "step_000008.jsonl", scores)
-    tokenizer = tokenizer_json({"a": 3, "b": 4, "<end>": 0})
-    (run / "tokenizer.json").write_text(json.dumps(tokenizer))
+    tokens = {"a": 3, "b": 4, "<end>": 0}
+    (run / "tokenizer.json").write_text(
+        json.dumps(
+            {
+                "model": {"vocab": tokens},
+                "decoder": {"type": "ByteLevel"},
+                "added_tokens": [{"id": 0, "content": "<end>", "special": True}],
+            }
+        )
+    )
     return run
-
-
-def tokenizer_json(vocabulary: dict[str, int]) -> dict[str, Any]:
-    """A tokenizer whose tokens are these texts; 0 is the special token <end>."""
-    end = {"id": 0, "content": "<end>", "special": True, "normalized": False}
-    end |= dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
-    return {
-        "version": "1.0",
-        "added_tokens": [end],
-        "decoder": {"type": "Fuse"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<end>"},
-    }

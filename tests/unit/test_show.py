@@ -18,7 +18,6 @@ import pytest
 from grpo_spmd.diagnosis.run import read_run
 from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.observe.run_folder import ReadErrors
-from grpo_spmd.tools.show import completions
 from grpo_spmd.tools.show.__main__ import main
 from grpo_spmd.tools.show.completions import TokenDifferences, contains_text
 from grpo_spmd.tools.show.overview import number
@@ -463,29 +462,3 @@ def test_scores_that_are_broken_cost_themselves(scored: Path, shown: Shown) -> N
     assert "worst 1 of 2" in result
     assert "not read" in result
     assert "2 completions" in shown(scored, "--step", "8")
-
-
-def test_the_middle_of_a_long_conversation_is_left_out_before_it_is_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    drawn: list[object] = []
-    inner = completions.message_text
-
-    def message_text(message: object) -> str:
-        drawn.append(message)
-        return inner(message)
-
-    monkeypatch.setattr(completions, "message_text", message_text)
-    messages = [{"role": "user", "content": f"message {number}"} for number in range(5_000)]
-    turns: list[Any] = [{"segment": 0, "sampled": False, "token_ids": [1, 2]}]
-    turns += [{"segment": 0, "sampled": True, "token_ids": [3, 4, 0], "finish_reason": "stop"}]
-    episode: dict[str, Any] = {"status": "max_turns", "turns": turns, "messages": messages}
-    episode |= {"environment": {"rewards": {"r": 1.0}, "calls_s": [0.1], "error": None}}
-    rollout = rollout_of(0, 0, 1.0, "", **episode)
-    run = write_run(tmp_path / "run", METRICS, {8: [rollout]})
-    text = Shown(monkeypatch, capsys)(run, "--best", "1")
-    assert "4960 messages left out (--full shows them)" in text
-    assert "message 19\n" in text
-    assert "message 20\n" not in text
-    assert "message 4980\n" in text
-    assert len(drawn) < 100

@@ -17,14 +17,7 @@ from typing import Any
 import pytest
 
 from grpo_spmd.tools.show.__main__ import main
-from tests.support.shown_run import (
-    LAUNCH,
-    metrics_of,
-    rollout_of,
-    tokenizer_json,
-    write_lines,
-    write_run,
-)
+from tests.support.shown_run import LAUNCH, metrics_of, rollout_of, write_lines, write_run
 
 JUNK: list[Any] = [
     None, True, 0, -1, 10**400, -(10**30), 1e308, -1e308, 5e-324, float("nan"), float("inf"), "", "\x1b[2J", "\ud800",  # noqa: E501
@@ -63,7 +56,11 @@ EPISODE: dict[str, Any] = {
     "prompt": [{"role": "user", "content": "question"}],
 }
 EPISODE |= {"environment": {"rewards": {"r": 1.0}, "calls_s": [0.1], "error": None}}
-TOKENIZER = tokenizer_json({"a": 3, "b": 4, "<end>": 0})
+TOKENIZER = {
+    "model": {"vocab": {"a": 3, "b": 4}},
+    "decoder": {"type": "Fuse"},
+    "added_tokens": [{"id": 0}],
+}
 
 
 def _changed(value: Any, rng: random.Random) -> Any:

@@ -240,12 +240,12 @@ def test_tokens_have_the_colour_of_their_difference(tmp_path: Path) -> None:
     written = on_terminal(str(run), "--worst", "1")
     assert b"    a\x1b[1;37;41mb\x1b[0m\x1b[1;31m<end>\x1b[0m\r\n" in written
     assert (
-        b"tokens in yellow: policy and engine 0.0001 nats apart or more; in red: 0.001"
+        b"tokens in yellow: policy and engine 1.0e-4 nats apart or more; in red: 0.001"
         in COLOUR.sub(b"", written)
     )
     written = COLOUR.sub(b"", on_terminal(str(run), "--best", "1"))
     assert b"    ab<end>\r\n" in written
-    assert b"tokens in yellow: policy and engine 0.0001 nats apart or more" in written
+    assert b"tokens in yellow: policy and engine 1.0e-4 nats apart or more" in written
     assert b"    ab<end>\r\n" in on_terminal(str(run), "--best", "1", NO_COLOR="1")
 
 

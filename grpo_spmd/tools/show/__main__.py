@@ -12,12 +12,8 @@ from grpo_spmd.config.errors import ConfigError, refuse
 from grpo_spmd.diagnosis.run import RecordedRun, read_run
 from grpo_spmd.files import hold_standard_streams
 from grpo_spmd.tools.follow import changes, file_sizes
-from grpo_spmd.tools.show.completions import (
-    prompt_page,
-    ranked_completions,
-    search_lines,
-    step_lines,
-)
+from grpo_spmd.tools.show.completions import ranked_completions
+from grpo_spmd.tools.show.groups import prompt_page, search_lines, step_lines
 from grpo_spmd.tools.show.overview import newest_lines, overview, state_lines
 from grpo_spmd.tools.terminal import Line, Terminal, find_terminal
 

@@ -19,8 +19,10 @@ from grpo_spmd.observe.console import Console
 from grpo_spmd.tools.terminal import BARS, Column, Line, Terminal
 
 Value = float | int | None
+MAX_FINITE = 1e300  # larger numbers are not drawn: sums and differences of them would be infinite
+_MAX_FINDING_LINES = 24
 _MAX_CURVES = 8  # at most so many for components of the reward, and as many for evaluations
-LABEL_COLUMNS = 18  # left of curves and bars
+_REPORT_LINES = 12
 _GOOD_STATES = ("done", "running")
 _BAD_STATES = ("failed", "killed")
 _MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
@@ -32,23 +34,16 @@ def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
 
     The lowest bar is the smallest drawn value, the highest bar the largest. If there are more
     values than columns, a bar is the mean of neighbouring values, or the largest of them if
-    `is_peak`; the sizes of these bins differ by at most one. A space means that no value is known.
+    `is_peak`. A space means that no value is known.
     """
-    floats = [math.nan if v is None or not is_drawable(v) else float(v) for v in values]
-    merge = np.max if is_peak else np.mean
-    drawn: list[float] = []
-    for neighbours in np.array_split(np.array(floats), max(1, min(width, len(values)))):
-        numbers = neighbours[np.isfinite(neighbours)]
-        drawn.append(float(merge(numbers)) if len(numbers) else math.nan)
-    finite = [value for value in drawn if math.isfinite(value)]
+    drawn = bin_values(values, width, is_peak)
+    finite = [value for value in drawn if value is not None]
     low = min(finite, default=0.0)
-    spread = max(finite, default=0.0) - low
-    text = ""
-    for value in drawn:
-        # If all values are equal, their bars have half the height.
-        height = (value - low) / spread * 8 if spread else value - low + 4
-        text += " " if math.isnan(height) else BARS[min(7, int(height))]
-    return text
+    high = max(finite, default=0.0)
+    return "".join(
+        " " if value is None else BARS[min(7, int(fraction(value, low, high) * 8))]
+        for value in drawn
+    )
 
 
 def bar(frac: float, width: int) -> str:
@@ -67,14 +62,33 @@ def histogram(values: Sequence[float], low: float, high: float, width: int = 8) 
     return "".join(" " if not n else BARS[min(7, (n * 8 - 1) // peak)] for n in counts)
 
 
+def bin_values(values: Sequence[Value], width: int, is_peak: bool) -> list[float | None]:
+    """Merges neighbouring values, so that at most `width` of them remain.
+
+    Each result is the mean of a bin, or its largest value if `is_peak`; the sizes of the bins
+    differ by at most one. The result is None for a bin without a finite value.
+    """
+    floats = [math.nan if v is None or not is_drawable(v) else float(v) for v in values]
+    bins: list[float | None] = []
+    for neighbours in np.array_split(np.array(floats), max(1, min(width, len(values)))):
+        finite = neighbours[np.isfinite(neighbours)]
+        merged = np.max if is_peak else np.mean
+        bins.append(float(merged(finite)) if len(finite) else None)
+    return bins
+
+
+def fraction(value: float, low: float, high: float) -> float:
+    """Returns the position of `value` between `low` (0) and `high` (1); 0.5 if these are equal."""
+    return min(1.0, max(0.0, (value - low) / (high - low))) if high > low else 0.5
+
+
 def is_drawable(value: float | int) -> bool:
     """Returns False for NaN, infinity and whole numbers that no float holds."""
-    # Larger numbers are not drawn: sums and differences of them would be infinite.
-    return abs(value) <= 1e300
+    return abs(value) <= MAX_FINITE
 
 
 def number(value: object) -> str:
-    """Returns a number as text of at most 7 characters: with 4 digits or more, or an exponent.
+    """Returns a number as text of at most 7 characters: with 4 digits, or with an exponent.
 
     Returns "-" for anything that is no number.
     """
@@ -85,8 +99,19 @@ def number(value: object) -> str:
     size = abs(value)
     if value == 0 or (isinstance(value, int) and size < 1_000_000):
         return str(int(value))
-    texts = (f"{value:.0f}" if size >= 1000 else f"{value:.4g}", f"{value:.1e}", f"{value:.0e}")
-    return next(text for text in texts if len(text) <= 7)
+    # Beyond these bounds, after rounding to 4 digits, the text would have an eighth character.
+    if 0.0009995 <= size < 999_999.5:
+        digits = min(4, max(0, 3 - math.floor(math.log10(size))))
+        text = f"{value:.{digits}f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    short = _short_exponent(f"{value:.1e}")
+    return short if len(short) <= 7 else _short_exponent(f"{value:.0e}")
+
+
+def _short_exponent(text: str) -> str:
+    """Returns a number such as 1.5e+09 without the plus sign and leading zeros: 1.5e9."""
+    mantissa, exponent = text.split("e")
+    return f"{mantissa}e{int(exponent)}"
 
 
 class CurveRow(NamedTuple):
@@ -95,6 +120,7 @@ class CurveRow(NamedTuple):
     label: str
     metric: str
     is_peak: bool = False  # a bar for several steps shows the largest value, not the mean
+    is_optional: bool = False  # hidden if it was always 0, as of a feature that is off
 
 
 _CURVES = (
@@ -104,10 +130,10 @@ _CURVES = (
     CurveRow("groups alike", "reward/zero_std_groups_frac"),
     CurveRow("tokens", "completion/tokens_mean"),
     CurveRow("truncated", "completion/truncated_frac"),
-    CurveRow("turns", "episode/turns_mean"),
+    CurveRow("turns", "episode/turns_mean", is_optional=True),
     CurveRow("entropy", "loss/entropy"),
-    CurveRow("KL", "loss/kl"),
-    CurveRow("clipped", "loss/clip_frac"),
+    CurveRow("KL", "loss/kl", is_optional=True),
+    CurveRow("clipped", "loss/clip_frac", is_optional=True),
     CurveRow("grad norm", "optim/grad_norm", is_peak=True),
     CurveRow("mismatch KL", "weight_sync/mismatch_kl", is_peak=True),
     CurveRow("tokens/s", "rollout/tokens_per_s"),
@@ -131,7 +157,7 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
             yield Line()
             yield terminal.line(f"logs/{name}", "bad")
             # The end of a report says what stopped the ranks, so it is shown too.
-            yield from terminal.excerpt(text, 6, 6, indent=2)
+            yield from terminal.excerpt(text, _REPORT_LINES - 6, 6, indent=2)
     if run.steps:
         hint = f"more: --step {run.last_step}"
         if run.dumped_steps:
@@ -150,17 +176,20 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
         style = "bad"
     name = terminal.fit(run.name, terminal.columns // 3, "title")
     yield from terminal.hang(Line.assemble(name, "  "), run.why, style)
-    devices = run.launch.get("devices")
-    facts = {
-        "model": run.config.get("model.path"),
-        "ranks": run.launch.get("world_size"),
-        # Another version may have written launches.jsonl, with devices of another type.
-        "on": ", ".join(map(str, devices)) if isinstance(devices, Mapping) else None,
-        "started": run.launch.get("start"),
-        "launches": len(run.launches),
-    }
-    text = ", ".join(f"{title} {value}" for title, value in facts.items() if value)
-    yield from terminal.excerpt(text, 2, styles="dim")
+    facts = [str(run.config["model.path"])] if run.config.get("model.path") else []
+    num_ranks = run.launch.get("world_size")
+    # Another version may have written launches.jsonl: facts of another type are left out.
+    if type(num_ranks) is int:
+        devices = run.launch.get("devices")
+        names = ", ".join(map(str, devices)) if isinstance(devices, Mapping) else ""
+        facts.append(f"{number(num_ranks)} ranks {names}".rstrip())
+    start = run.launch.get("start")
+    if isinstance(start, str):
+        facts.append(f"started {start[:16].replace('T', ' ')} UTC")
+    if len(run.launches) > 1:
+        facts.append(f"{len(run.launches)} launches")
+    if facts:
+        yield from terminal.excerpt(", ".join(facts), 2, styles="dim")
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
@@ -183,28 +212,32 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     lines: list[Line] = []
     for level, text in entries:
         lines += terminal.hang(Line(_MARKS[level], level), text)
-    yield from terminal.elide(lines, 24)
+    yield from terminal.elide(lines, _MAX_FINDING_LINES)
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     """Yields a row for each metric: its label, its curve over the steps, and four numbers."""
-    width = terminal.columns - LABEL_COLUMNS - 4 * _FIGURE_WIDTH
+    label_columns = label_width(terminal)
+    width = terminal.columns - label_columns - 4 * _FIGURE_WIDTH
     steps = f"step {run.steps[0]['step']}..{run.last_step}"
     titles = ("first", "last", "min", "max")
-    columns = [Column("", LABEL_COLUMNS, "<"), Column(steps, width, "<", style="curve")]
+    columns = [Column("", label_columns, "<"), Column(steps, width, "<", style="curve")]
     columns += [Column(title, _FIGURE_WIDTH) for title in titles]
+    # A single component is the same curve as the reward.
     components = sorted(matching_metrics(run.steps, r"reward/(.+)/mean"))
+    if len(components) == 1:
+        components = []
     curves = [CurveRow("reward", "reward/mean")]
     curves += [CurveRow(f"  {name}", f"reward/{name}/mean") for name in components[:_MAX_CURVES]]
     sets = sorted(matching_metrics(run.evaluations, r"eval/(.+)/mean"))[:_MAX_CURVES]
     curves += [*_CURVES, *(CurveRow(f"eval {name}", f"eval/{name}/mean") for name in sets)]
     rows = []
-    for label, metric, is_peak in curves:
+    for label, metric, is_peak, is_optional in curves:
         lines = run.evaluations if metric.startswith("eval/") else run.steps
         values: list[Value] = [line.get(metric) for line in lines]
-        # A metric that no step has gets no row, nor one of a feature that is off and was always 0.
+        # A metric that no step has gets no row.
         numbers = [value for value in values if value is not None]
-        if any(numbers) or (numbers and metric.startswith(("reward/", "eval/"))):
+        if any(numbers) if is_optional else numbers:
             drawn = curve(values, width - 1, is_peak)
             figures = (numbers[0], numbers[-1], min(numbers), max(numbers))
             rows.append([label, drawn, *map(number, figures)])
@@ -216,28 +249,37 @@ def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterat
 
     `lines` are steps of metrics.jsonl. Phases of less than 0.5 % are left out.
     """
-    seconds: dict[str, float] = {}
-    # time/wall_s and time/unix_s are clocks, not phases.
-    for name in {*matching_metrics(lines, r"time/(\w+)_s")} - {"wall", "unix"}:
-        values = (line.get(f"time/{name}_s") or 0.0 for line in lines)
-        # Values that cannot be a time are left out.
-        seconds[name] = math.fsum(value for value in values if 0 <= value < 1e12)
-    total = seconds.pop("step", 0.0)
-    if not total:
+    total = _total_seconds("time/step_s", lines)
+    if total <= 0:
         return
+    # time/step_s, time/wall_s and time/unix_s are a total and clocks, not phases.
+    names = set(matching_metrics(lines, r"time/(\w+)_s")) - {"step", "wall", "unix"}
+    seconds = {name: _total_seconds(f"time/{name}_s", lines) for name in names}
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
     mean = number(total / len(lines))
     title = f"where the time goes: {mean} s a step, each phase as its slowest rank took it"
     yield terminal.line(title, "role")
-    width = terminal.columns - LABEL_COLUMNS - 18
-    columns = [Column("", LABEL_COLUMNS, "<"), Column("", width, "<", style="curve")]
+    label = label_width(terminal)
+    width = terminal.columns - label - 18
+    columns = [Column("", label, "<"), Column("", width, "<", style="curve")]
     rows = []
-    for name, phase_s in sorted(seconds.items(), key=lambda item: (-item[1], item[0])):
-        frac = phase_s / total
+    for name in sorted(seconds, key=lambda name: (-seconds[name], name)):
+        frac = seconds[name] / total
         if frac >= 0.005:
-            mean = number(phase_s / len(lines))
+            mean = number(seconds[name] / len(lines))
             rows.append([name, bar(frac, width), f"{min(99.0, frac):.0%}", f"{mean} s"])
     yield from terminal.table([*columns, Column("", 6), Column("", 11)], rows)
+
+
+def _total_seconds(name: str, lines: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the sum of a metric over `lines`, without values that cannot be a time."""
+    values = (line.get(name) or 0.0 for line in lines)
+    return math.fsum(value for value in values if 0 <= value < 1e12)
+
+
+def label_width(terminal: Terminal) -> int:
+    """Returns the number of columns for the labels left of curves and bars."""
+    return 18 if terminal.columns >= 76 else 14
 
 
 def newest_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
