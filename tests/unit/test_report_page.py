@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_spmd.tools.report.build import write_page
+from grpo_spmd.tools.report.page import write_page
 from tests.support.made_chunks import HOSTILE, MadeRun, chunks_of, hostile_run, made_page
 from tests.support.processes import ROOT
 

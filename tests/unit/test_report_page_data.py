@@ -34,7 +34,8 @@ from grpo_spmd.tools.report import __main__ as command
 from grpo_spmd.tools.report import build, steps
 from grpo_spmd.tools.report.build import build_page
 from grpo_spmd.tools.report.overview import summarize_prompts
-from grpo_spmd.tools.report.steps import Group, StepResult, json_bytes, scan_step
+from grpo_spmd.tools.report.page import json_bytes
+from grpo_spmd.tools.report.steps import Group, StepResult, scan_step
 from tests.support.dumps import dumped, logprobs_of
 from tests.support.processes import ROOT
 from tests.support.reported import GROUP, byte_tokenizer, dump, healthy, make_run, record, step_of

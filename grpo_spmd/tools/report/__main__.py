@@ -12,10 +12,12 @@ from grpo_spmd.config.errors import ConfigError, refuse, say
 from grpo_spmd.diagnosis.run import RecordedRun, name_apart, read_run
 from grpo_spmd.files import hold_standard_streams, show
 from grpo_spmd.tools.follow import changes, file_sizes
-from grpo_spmd.tools.report.build import PAGE_START, build_page
+from grpo_spmd.tools.report.build import build_page
+from grpo_spmd.tools.report.page import PAGE_START
 
 _MAX_RUNS = 8
 _MIN_AGE_S = 10.0  # with --follow, the age at which a page is written again at the earliest
+_RUNNING_STATES = {"running", "silent", "empty"}
 
 
 def main() -> None:
@@ -46,7 +48,7 @@ def main() -> None:
         _refuse_other_files(out)
         for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
-            if not args.follow or not states & {"running", "silent", "empty"}:
+            if not args.follow or not states & _RUNNING_STATES:
                 return
     except ConfigError as error:
         refuse(error)

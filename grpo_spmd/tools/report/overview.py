@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from grpo_spmd.config.describe import flatten_config
+from grpo_spmd.config.describe import flat, flatten_config
 from grpo_spmd.config.errors import ConfigError
 from grpo_spmd.config.load import FROM_RECIPE, build_config, recipe_of
 from grpo_spmd.diagnosis.curves import Metrics
@@ -34,22 +35,37 @@ from grpo_spmd.tools.report.steps import (
     spread_indices,
 )
 
-# The keys that have no default, with values of the right type that no run has.
+# Limits: points of a curve, and numbers in all curves of a page.
+_MAX_POINTS = 4_000
+_MAX_NUMBERS = 1_500_000
+_NUM_DIGITS = 6
+# Limits: steps with a timeline, and spans in all timelines of a page.
+_NUM_TIMELINES = 200
+_NUM_NEWEST_TIMELINES = 20
+_MAX_SPANS = 60_000
+_MAX_LAUNCHES = 50
+_MAX_KEYS = 2_000
+_MAX_VALUE_CHARS = 2_000
+_RUN_KEYS = ("run_dir",)  # keys that differ in every run, so that a comparison leaves them out
+# The keys that have no default, with values of the right type.
 _NEEDED = {
     "run_dir": "-run",
     "model": {"path": "-model"},
     "data": {"train": "-data"},
-    "rewards": [{"function": "-file.py:reward"}],
+    "rewards": [{"name": "exact"}],
 }
-
-
-_MAX_KEYS = 2_000  # of a config; another version may have written it
 _HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
-# The prompts of a page, and those that each kind has a place for.
+
+
 _MAX_PROMPTS = 400
-_MAX_PER_KIND = 80
+_MAX_PROMPTS_PER_KIND = 80
+_MAX_PROMPT_POINTS = 100
+_MAX_PROMPT_CHARS = 400
+_MAX_COLUMNS = 8
+_MAX_COLUMN_CHARS = 80
 # Fractions of the distance between the lowest and the highest reward; see PromptRow.kind.
 _NEAR = 0.05
+_MOVED = 0.25
 
 
 def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
@@ -58,8 +74,7 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
     The page shows `num_runs` runs, which share the limits on curves and timelines.
     """
     num_metrics = len({key for line in run.steps for key in line})
-    # Points of a curve, and numbers in all curves of a page.
-    max_points = min(4_000, 1_500_000 // num_runs // max(1, num_metrics))
+    max_points = min(_MAX_POINTS, _MAX_NUMBERS // num_runs // max(1, num_metrics))
     return {
         "name": run.name,
         "subject": run.subject,
@@ -75,9 +90,11 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
         **_curves(run.steps, max_points),
         **({"thinned": len(run.steps)} if len(run.steps) > max(2, max_points) else {}),
         "evaluations": _curves(run.evaluations, max_points),
-        "timeline": _timeline(run, 60_000 // num_runs),
+        "timeline": _timeline(run, _MAX_SPANS // num_runs),
         "config": config_rows(run),
-        "launches": [bounded_values(launch) for launch in run.launches[-50:] if is_shallow(launch)],
+        "launches": [
+            bounded_values(launch) for launch in run.launches[-_MAX_LAUNCHES:] if is_shallow(launch)
+        ],
         "versions": _versions(run),
     }
 
@@ -90,15 +107,17 @@ def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
     keys.pop("step", None)
     return {
         "steps": [line["step"] for line in chosen],
-        "metrics": {key: [round_digits(line.get(key), 6) for line in chosen] for key in keys},
+        "metrics": {
+            key: [round_digits(line.get(key), _NUM_DIGITS) for line in chosen] for key in keys
+        },
     }
 
 
 def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
     """Returns the timelines of the newest steps, and of others spread evenly over the run."""
     steps = [line["step"] for line in run.steps]
-    wanted = {steps[index] for index in spread_indices(len(steps), 200)}
-    wanted.update(steps[-20:])
+    wanted = {steps[index] for index in spread_indices(len(steps), _NUM_TIMELINES)}
+    wanted.update(steps[-_NUM_NEWEST_TIMELINES:])
     # The file may be missing, a link, or no timeline.
     with suppress(ConfigError, OSError):
         timelines = run.files.timeline(wanted)
@@ -123,7 +142,7 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
     recipe: Mapping[str, Any] = {}
     with suppress(ConfigError):  # this version may not have the algorithm
         recipe = recipe_of(run.config)
-    defaults = flatten_config(build_config(_NEEDED))
+    defaults = _default_values()
     rows = []
     for key, value in list(run.config.items())[:_MAX_KEYS]:
         # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
@@ -132,10 +151,9 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
         # Checked first, since an override replaces values of the file and the recipe.
         if any(key == name or key.startswith(f"{name}.") for name in overridden):
             source = "command line"
-        # Compared as texts, since 1 and True are equal.
-        elif key in recipe and repr(recipe[key]) == repr(value):
+        elif repr(recipe.get(key)) == repr(value) and key in recipe:
             source = f"{FROM_RECIPE} {run.config['algorithm']}"
-        elif general in defaults and repr(defaults[general]) == repr(value):
+        elif repr(defaults.get(general)) == repr(value) and general in defaults:
             source = "default"
         rows.append([key, _config_value(value), source])
     return rows
@@ -143,10 +161,10 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
     """Returns [key, value in each run] for keys that differ; None where a run lacks the key."""
-    # The run_dir of every run differs.
-    keys = dict.fromkeys(key for run in runs for key in run.config if key != "run_dir")
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _RUN_KEYS)
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
-    return [row for row in rows if len(set(map(repr, row[1:]))) > 1][:_MAX_KEYS]
+    different = [row for row in rows if len(set(map(repr, row[1:]))) > 1]
+    return different[:_MAX_KEYS]
 
 
 def _versions(run: RecordedRun) -> dict[str, Any]:
@@ -163,7 +181,14 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
     return {name: _config_value(value) for name, value in versions.items()}
 
 
-def _config_value(value: Any, max_chars: int = 2_000) -> Any:
+@cache
+def _default_values() -> Mapping[str, Any]:
+    """Returns the default of each dotted key, without the keys that a config must set."""
+    values = flatten_config(build_config(_NEEDED))
+    return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
+
+
+def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
     """Returns a number, a bool or None as it is; anything else as text of bounded length."""
     if value is None or type(value) in (bool, int, float):
         return value
@@ -206,7 +231,7 @@ class PromptRow:
             return "never"
         if min(self.means) >= high - _NEAR * distance:
             return "always"
-        if abs(self.change) >= 0.25 * distance:
+        if abs(self.change) >= _MOVED * distance:
             return "better" if self.change > 0 else "worse"
         return "mixed"
 
@@ -240,20 +265,20 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     ranges = [result.rewards for result in results if result.rewards is not None]
     # The median over the steps, so that a single huge penalty does not set the scale.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
-    kinds: dict[str, list[PromptRow]] = {kind: [] for kind in _KIND_ORDERS}
-    for _, row in sorted(rows.items()):
-        kinds[row.kind(low, high)].append(row)
-    ranked: list[tuple[bool, str, PromptRow]] = []
-    for kind, members in kinds.items():
-        members.sort(key=_KIND_ORDERS[kind])
+    counts = {}
+    ranked = []
+    for kind, order in _KIND_ORDERS.items():
+        members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]
+        members.sort(key=order)
+        counts[kind] = len(members)
         # The first prompts of each kind come before all others, so that no kind takes all places.
-        ranked += [(rank >= _MAX_PER_KIND, kind, row) for rank, row in enumerate(members)]
+        ranked += [(rank >= _MAX_PROMPTS_PER_KIND, kind, row) for rank, row in enumerate(members)]
     chosen = sorted(ranked, key=lambda entry: entry[0])[:_MAX_PROMPTS]
     texts = _read_texts([row for *_, row in chosen], deadline)
     prompts = []
     for _, kind, row in chosen:
         prompt, columns = texts.get(row.row, ("", {}))
-        indices = spread_indices(len(row.steps), 100)
+        indices = spread_indices(len(row.steps), _MAX_PROMPT_POINTS)
         prompts.append(
             {
                 "row": row.row,
@@ -264,7 +289,6 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
                 "kind": kind,
             }
         )
-    counts = {kind: len(members) for kind, members in kinds.items()}
     return {"prompts": prompts, "prompts_total": len(rows), "prompt_kinds": counts}
 
 
@@ -272,19 +296,22 @@ def _read_texts(
     rows: Sequence[PromptRow], deadline: float
 ) -> dict[int, tuple[str, dict[str, Any]]]:
     """Returns {row: (prompt, columns)}, without rows whose line is broken, or read too late."""
-    texts: dict[int, tuple[str, dict[str, Any]]] = {}
+    texts = {}
     store = LineStore()
     # Read in the order of the files, since a compressed file is unpacked from its beginning.
+    path = None
     for position, row in sorted((row.newest_line, row.row) for row in rows):
-        if texts and time.monotonic() > deadline:
+        # The deadline is checked before each file but the first.
+        if position.path != path and path is not None and time.monotonic() > deadline:
             break
+        path = position.path
         record = parse_line(store.read(position))
         if record is not None:
-            columns = list(bounded_values(record.columns).items())[:8]
-            prompt = shorten(prompt_text(record.prompt), 400)[0]
+            columns = list(bounded_values(record.columns).items())[:_MAX_COLUMNS]
+            prompt = shorten(prompt_text(record.prompt), _MAX_PROMPT_CHARS)[0]
             texts[row] = (
                 prompt,
-                {name: _config_value(value, 80) for name, value in columns},
+                {name: _config_value(value, _MAX_COLUMN_CHARS) for name, value in columns},
             )
     store.close()
     return texts

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +20,6 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from grpo_spmd.config.errors import ConfigError
@@ -34,8 +32,13 @@ from grpo_spmd.observe.rollout_record import (
 )
 from grpo_spmd.observe.run_folder import LineStore, ReadErrors, RunFolder
 from grpo_spmd.observe.token_scores import parse_scores
+from grpo_spmd.tools.report.page import json_bytes
 from grpo_spmd.tools.report.pieces import TokenPieces, read_pieces
 
+MAX_PROMPT_CHARS = 12_000
+_MAX_TURNS = 200
+_MAX_MESSAGES = 200
+_MIN_TURN_CHARS = 200  # of a turn that is cut
 _TABLE_FIELDS = (
     "row",
     "position",
@@ -48,19 +51,18 @@ _TABLE_FIELDS = (
     "status",
     "rollout_logprobs",
 )
-# Fields of a rollout that the page has as they are.
-_PAGE_FIELDS = (
-    "position",
-    "sample",
-    "reward",
-    "rewards",
-    "statuses",
-    "advantage",
-    "finish_reason",
-)
+_MAX_STATUS_CHARS = 40
 _REWARD_FAILURES = ("error", "timeout")
 _FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
 _NUM_EARLY = 7  # of the best, worst, mismatched and failed rollouts, those whose tokens come early
+_MAX_SHOWN = 2_000  # rollouts of a step with their texts
+_NUM_SAMPLES = 8  # rollouts of a step whose size is measured
+# The size of a rollout compressed together with others at the page's level, relative to its size
+# compressed alone at the quickest level.
+_COMPRESSION = 0.9
+# A longer completion is cut in its middle; the limit is between these two, by the room of the step.
+_MIN_COMPLETION_CHARS = 2_000
+_MAX_COMPLETION_CHARS = 60_000
 
 
 @dataclass
@@ -73,7 +75,7 @@ class PageRollout:
 
     @property
     def prompt(self) -> str:
-        return shorten(prompt_text(self.record.prompt), 12_000)[0]
+        return prompt_text(self.record.prompt)
 
 
 def parse_line(line: bytes | None) -> RolloutRecord | None:
@@ -113,32 +115,15 @@ def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) ->
     }
 
 
-def prompt_text(prompt: str | Sequence[Any]) -> str:
+def prompt_text(prompt: str | list[Any]) -> str:
     """Returns a prompt as one text; a chat becomes "role: content" for each message."""
-    if isinstance(prompt, str):
-        return prompt
     texts = []
-    for message in prompt:
-        role = message.get("role") if isinstance(message, dict) else None
-        texts.append(f"{as_text(role or 'message')}: {message_text(message)}")
-    return "\n\n".join(texts)
-
-
-def message_text(message: object) -> str:
-    """Returns the content of a chat message as text, or as JSON if it is no text."""
-    content = message.get("content") if isinstance(message, dict) else message
-    # Content may be a list of parts, as in multimodal chats.
-    if isinstance(content, list) and all(isinstance(p, dict) and "text" in p for p in content):
-        return "".join(as_text(item["text"]) for item in content)
-    return "" if content is None else as_text(content)
-
-
-def as_text(value: object) -> str:
-    """Returns a string unchanged, and any other value of a dump as JSON."""
-    try:
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    except (RecursionError, ValueError):  # nested more deeply than JSON can be written
-        return "..."
+    for message in [prompt] if isinstance(prompt, str) else prompt:
+        if isinstance(message, dict) and isinstance(message.get("content"), str):
+            texts.append(f"{message.get('role', '')}: {message['content']}")
+        else:
+            texts.append(message if isinstance(message, str) else json.dumps(message))
+    return shorten("\n\n".join(texts), MAX_PROMPT_CHARS)[0]
 
 
 def shorten(text: str, max_chars: int) -> tuple[str, int]:
@@ -205,7 +190,7 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
             # The failure of a reward is more important than how an episode ended.
             status=next(
                 (status for status in fields.statuses.values() if status in _REWARD_FAILURES),
-                (fields.status or "ok")[:40],
+                (fields.status or "ok")[:_MAX_STATUS_CHARS],
             ),
             mismatch=mismatch,
             line=line.position,
@@ -228,25 +213,9 @@ def spread_out(steps: Iterable[int]) -> list[int]:
     return list(dict.fromkeys([*ordered[-1:], *ordered[:1], *middle]))
 
 
-def json_bytes(value: Any) -> bytes:
-    """Returns `value` as JSON in ASCII, with null for NaN and infinity.
-
-    Half a surrogate pair, which a policy may write, becomes its escape. Never raises for a value
-    that was read from JSON.
-    """
-    try:
-        text = msgspec.json.encode(value).decode()
-    except (ValueError, TypeError, OverflowError, msgspec.MsgspecError):
-        # msgspec refuses half a surrogate pair and very large numbers. json has no null for NaN.
-        finite = json.loads(json.dumps(value), parse_constant=lambda _: None)
-        text = json.dumps(finite, separators=(",", ":"))
-    return re.sub(r"[^\x00-\x7f]+", lambda match: json.dumps(match[0])[1:-1], text).encode()
-
-
 def compressed_size(value: object) -> float:
     """Estimates how many bytes a JSON value takes in the page, compressed."""
-    # Together with others, at the page's level, it takes a little less than alone at the quickest.
-    return 0.9 * len(zlib.compress(json_bytes(value), 1))
+    return _COMPRESSION * len(zlib.compress(json_bytes(value), 1))
 
 
 def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
@@ -291,7 +260,7 @@ class StepTask(NamedTuple):
 
     run_dir: Path
     step: int
-    room: int  # bytes that the step may take, compressed
+    room: int  # bytes that the step's rollouts may take, compressed
 
 
 class Group(NamedTuple):
@@ -311,6 +280,28 @@ class StepResult:
     counts: Counter[str]  # numbers of rollouts, from StepPage.fill
     groups: list[Group]
     rewards: tuple[float, float] | None  # the lowest and the highest
+
+
+class StepCost(NamedTuple):
+    """The bytes that a step takes in the page, compressed."""
+
+    table: float  # for the figures of all its rollouts
+    text: float  # for the text of one rollout
+    tokens: float  # for the tokens of one rollout
+
+
+def measure_step(task: StepTask) -> StepCost:
+    """Measures the cost of a step on a few of its rollouts."""
+    page = StepPage(task)
+    table = len(zlib.compress(page.content()))
+    texts = [0.0]
+    tokens = [0.0]
+    for index in spread_indices(len(page.rollouts), _NUM_SAMPLES):
+        rollout = page.make(index, "sampled")
+        if rollout is not None:
+            texts.append(compressed_size([rollout.fields, rollout.prompt]))
+            tokens.append(compressed_size(page.tokens(rollout)))
+    return StepCost(table, *(sum(sizes) / max(1, len(sizes) - 1) for sizes in (texts, tokens)))
 
 
 def make_step(task: StepTask) -> StepResult:
@@ -338,15 +329,10 @@ class StepPage:
         self.groups = [list(group) for _, group in indices]
         self.shown: dict[int, PageRollout] = {}  # by the index in `rollouts`
         self._step = task.step
+        self._num_bytes_left = float(task.room)
+        # So that three completions fit: a character takes less than a byte when compressed.
+        self._max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
         self._broken: set[int] = set()
-        self.table_size = len(zlib.compress(self.content()))
-        self._num_bytes_left = float(task.room - self.table_size)
-        # A longer completion is cut in its middle, so that three fit: a character takes less than a
-        # byte when compressed.
-        self._max_chars = min(
-            max(int(self._num_bytes_left) // 3, 2_000),
-            60_000,
-        )
         self._store = LineStore()
 
     def make(self, index: int, reason: str) -> PageRollout | None:
@@ -363,10 +349,16 @@ class StepPage:
         # The keys are those of the page's scripts (page/tokens.js).
         completion, num_cut = shorten(record.completion, self._max_chars)
         fields = {
-            **{name: getattr(record, name) for name in _PAGE_FIELDS},
+            "position": record.position,
+            "sample": record.sample,
             "why": reason,
             "completion": completion,
             "cut": num_cut,
+            "reward": record.reward,
+            "rewards": record.rewards,
+            "statuses": record.statuses,
+            "advantage": record.advantage,
+            "finish_reason": record.finish_reason,
             "columns": bounded_values(record.columns),
             "extra": bounded_values(record.extra),
             "tokens": None,
@@ -381,9 +373,9 @@ class StepPage:
         Of the characters for a completion, turns get two thirds and messages one. Sampled turns are
         cut only if the completion is (`is_cut`).
         """
-        turns = record.turns[:200]
+        turns = record.turns[:_MAX_TURNS]
         third = self._max_chars // 3
-        max_turn_chars = max(200, 2 * third // max(1, len(turns)))
+        max_turn_chars = max(_MIN_TURN_CHARS, 2 * third // max(1, len(turns)))
         page_turns = []
         for turn in turns:
             page_turn = {
@@ -399,7 +391,7 @@ class StepPage:
                 page_turn["pieces"] = texts
             page_turns.append(page_turn)
         # A message is shown whole or not at all: a cut one would look as if it had been sent so.
-        ends = accumulate(len(json.dumps(message)) for message in record.messages[:200])
+        ends = accumulate(len(json.dumps(message)) for message in record.messages[:_MAX_MESSAGES])
         num_shown = sum(end <= third for end in ends)
         messages = record.messages[:num_shown]
         if num_shown < len(record.messages):
@@ -440,10 +432,11 @@ class StepPage:
                     ("difference", scores.difference),
                     ("entropy", scores.entropy),
                     ("advantage", scores.advantages),
-                    ("mask", scores.loss_mask),
                 ):
                     if values is not None:
                         tokens[name] = list(map(_three_digits, values.tolist()))
+                if scores.loss_mask is not None:
+                    tokens["mask"] = scores.loss_mask.astype(int).tolist()
         return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
 
     def fill(self) -> Counter[str]:
@@ -457,19 +450,24 @@ class StepPage:
         made again.
         """
         wanted = _wanted_rollouts(self.rollouts)
-        early = list(wanted)[:_NUM_EARLY]
+        order = list(wanted)
         # All these texts come before any tokens: another text is worth more than tokens.
-        for index in early:
-            self._add(index, wanted[index], has_tokens=False)
-        for index, reason in wanted.items():
-            self._add(index, reason, has_tokens=index in early)
+        for index in order[:_NUM_EARLY]:
+            self._add_text(index, wanted[index])
+        for index in order[:_NUM_EARLY]:
+            self._add_tokens(index)
+        for index in order[_NUM_EARLY:]:
+            self._add_text(index, wanted[index])
         num_hidden = len(wanted) - len(self.shown)
         for number in _spread_order(len(self.groups), self._step):
-            if not all(self._add(index, "group") for index in self.groups[number]):
+            group = self.groups[number]
+            has_room = all(self._add_text(index, "group") for index in group)
+            if not has_room or not all(map(self._add_tokens, group)):
                 break
         for index in _spread_order(len(self.rollouts), self._step):
-            if not self._add(index, "sampled"):
+            if not self._add_text(index, "sampled"):
                 break
+            self._add_tokens(index)
         return Counter(
             read=len(self.rollouts),
             shown=len(self.shown),
@@ -478,31 +476,38 @@ class StepPage:
             broken=self.errors.num,  # lines and files
         )
 
-    def _add(self, index: int, reason: str, *, has_tokens: bool = True) -> bool:
-        """Adds a rollout to those that are shown, and its tokens. Returns False if there is no room
-        left.
+    def _add_text(self, index: int, reason: str) -> bool:
+        """Adds a rollout to those that are shown. Returns False if there is no room left.
 
         A rollout whose line cannot be read is left out, and True is returned.
         """
-        if index not in self.shown and index not in self._broken:
-            # A browser lists a few thousand rollouts without delay.
-            if len(self.shown) >= 2_000 or self._num_bytes_left <= 0:
-                return False
-            candidate = self.make(index, reason)
-            if candidate is None:
-                self._broken.add(index)
-            # A group stores its prompt only once, so its size is not counted for each rollout.
-            elif self._spend([candidate.fields, candidate.prompt if reason != "group" else ""]):
-                self.shown[index] = candidate
-            else:
-                return False
-        rollout = self.shown.get(index)
-        if rollout is not None and has_tokens and rollout.fields["tokens"] is None:
-            tokens = self.tokens(rollout)
-            if not self._spend(tokens):
-                return False
-            rollout.fields["tokens"] = tokens
+        if index in self.shown or index in self._broken:
+            return True
+        # A browser lists a few thousand rollouts without delay.
+        if len(self.shown) >= _MAX_SHOWN or self._num_bytes_left <= 0:
+            return False
+        rollout = self.make(index, reason)
+        if rollout is None:
+            self._broken.add(index)
+            return True
+        # A group stores its prompt only once, so its size is not counted for each rollout.
+        if not self._spend([rollout.fields, rollout.prompt if reason != "group" else ""]):
+            return False
+        self.shown[index] = rollout
         return True
+
+    def _add_tokens(self, index: int) -> bool:
+        """Adds the tokens of a rollout that is shown. Returns False if there is no room left."""
+        rollout = self.shown.get(index)
+        if rollout is None or rollout.fields["tokens"] is not None:
+            return True
+        if self._num_bytes_left <= 0:
+            return False
+        tokens = self.tokens(rollout)
+        if tokens is None or self._spend(tokens):
+            rollout.fields["tokens"] = tokens
+            return True
+        return False
 
     def _spend(self, value: object) -> bool:
         """Reserves room for `value`. Returns False if there is not enough left."""
