@@ -309,8 +309,10 @@ def _try_reward(
 def trial_of_environment(
     environment: EnvironmentConfig, rewards: Sequence[RewardConfig] = ()
 ) -> Trial:
-    """Returns a process that can begin an episode. `rewards` are those that look at
-    environments."""
+    """Returns a worker process in which the user's environment can be tried before the run.
+
+    `rewards` are the reward functions that take the argument `environments`."""
+    # A generous bound of the characters that reset() may give.
     setup = {"environment": environment, "max_chars": 10_000_000}
     return Trial("grpo_spmd.episodes.worker", setup, rewards)
 

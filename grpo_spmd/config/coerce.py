@@ -329,7 +329,8 @@ def read_table(name: str) -> list[list[str]]:
 
 @functools.cache
 def read_aliases() -> list[Alias]:
-    """Returns all rows of the table, in its order."""
+    """Returns the options of other trainers (TRL, verl, OpenRLHF) with our keys for them, as in
+    aliases.tsv, in its order."""
     return [
         Alias(trainer, names.split(", "), keys.split(", ") if keys else [], note)
         for trainer, names, keys, note in read_table("aliases.tsv")

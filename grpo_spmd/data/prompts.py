@@ -152,7 +152,11 @@ class TailStream:
 
 
 def check_enough_to_launch(num_rows: int, rollout: RolloutConfig) -> None:
-    """Raises ConfigError for a training set with fewer prompts than a short round launches."""
+    """Raises ConfigError if tail batching starts more prompts at once than the data set has.
+
+    With rollout.tail_batching a step samples more prompts than it trains on, and keeps the first to
+    end. The same prompt twice in a step would be trained on twice.
+    """
     num_launched = rollout.num_launched_prompts
     if num_launched > num_rows:
         raise ConfigError(

@@ -346,7 +346,11 @@ class Doctor:
         return Position(self._phase, self._step, self.sequence, num_beats=self._num_beats)
 
     def _now(self) -> float:
-        """Returns the time on a clock that stands still while this process is paused."""
+        """Returns the monotonic time without the seconds in which this process was stopped.
+
+        The watching thread adds the gaps between its beats to `_paused_s`: a process that SIGSTOP
+        or a suspended machine held up must not count as one that hangs.
+        """
         return time.monotonic() - self._paused_s
 
     def _watch(self) -> None:

@@ -229,9 +229,10 @@ def _load_without_torchvision(architectures: Sequence[str]) -> None:
     """Loads vLLM's classes of a model where torchvision is not installed, as in a CPU set-up.
 
     vLLM has the classes of a family that also reads images in one module, and cannot import it
-    without torchvision, which only images need (Qwen3.5, 0.32: "failed to be inspected"). vLLM
-    looks at a class that is registered as such in this process, and at others in a process of its
-    own."""
+    without torchvision, which only images need (Qwen3.5, 0.32: "failed to be inspected"). Empty
+    modules stand in for torchvision while the classes are imported here. They are registered as
+    classes: vLLM would import a class that is registered by its name in a process of its own, where
+    nothing stands in."""
     if find_spec("torchvision") is not None:
         return
     from vllm.model_executor.models import ModelRegistry

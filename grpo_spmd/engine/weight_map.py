@@ -374,12 +374,13 @@ def adapter_tensors(model: Any, rank: int, layers: Collection[str]) -> list[Engi
 def fused_rows(
     names: Sequence[str], layout: Sequence[tuple[int, int, int]]
 ) -> tuple[TensorPart, ...]:
-    """Returns the parts of a fused parameter, which lie one below the other.
+    """Returns which rows of a fused parameter, such as qkv_proj, are which rows of HF tensors.
 
-    `layout` has an entry (rows on this rank, rows of the whole HF tensor, index of this rank's
-    block) for each part. `names` has one HF name for each part. If there are fewer, the first one
-    is of a tensor that is fused in the checkpoint too (Phi-3, Qwen3.5), and has all parts but those
-    of the other names."""
+    A fused parameter has its parts (q, k, v) one below the other. `layout` has an entry for each
+    part: its rows on this rank, the rows of the whole HF tensor, and which block of them this rank
+    has. `names` has the HF tensor of each part. A checkpoint that fuses parts too (Phi-3, Qwen3.5)
+    has one tensor for several of them: then there are fewer names than parts, and the first name
+    stands for all parts that the others leave."""
     starts = accumulate((num_rows for num_rows, *_ in layout), initial=0)
     num_fused = max(1, len(layout) - len(names) + 1)
     tensor_parts = tuple(

@@ -702,9 +702,10 @@ def _call_id(number: int) -> str:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Returns a message in which `change` was applied to each string, in order.
+    """Returns a message in which `change` was applied to each text, in the order of the template.
 
-    Roles, types and the names in _FIELDS stay as they are.
+    Texts are all strings but roles, types and the keys that are in _FIELDS. A template is tried
+    with marks in the place of the texts, to see where it writes each of them.
     """
     if isinstance(value, str):
         return change(value)

@@ -428,12 +428,12 @@ class ConversationTree:
     def completion(
         self, rewards: dict[str, float | str | None], calls_s: list[float]
     ) -> Completion:
-        """Returns the completion of the episode: the sampled tokens of all finished turns, segment
-        after segment.
+        """Returns the completion of the episode: the sampled tokens of all its finished turns.
 
-        The episode's messages are those of the longest conversation; the messages of that
-        conversation's first request are its `opening`. A turn whose client disconnected before it
-        was sampled is left out, because it was never finished.
+        An agent may have held several conversations. The turns of one that share their context are
+        a segment, and segments follow each other. The completion's messages are those of the
+        longest conversation; those of its first request are the completion's `opening`. A turn
+        whose client disconnected before it was sampled is left out: it was never finished.
         """
         leaves = self._leaves()
         longest_leaf = _longest(leaves)

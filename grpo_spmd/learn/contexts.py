@@ -112,11 +112,12 @@ def read_routes(
 
 
 def extend_routes(earlier: Routes | None, later: Routes | None) -> Routes | None:
-    """Returns the routes of a context after one more turn, whose routes are `later`.
+    """Returns the routes (the experts that a model's routers chose, by token) of a whole context.
 
-    A token keeps the routes of the engine's first pass over it, with which the next token was
-    sampled. If the engine dropped its keys and values and read it again, the new routes of this
-    token are ignored."""
+    `later` are those of the context after one more turn, all its tokens; `earlier` those of the
+    context before, or None in its first turn. A token keeps the routes of the engine's first pass
+    over it, with which the next token was sampled: if its keys and values were evicted from the
+    cache and it was prefilled again, the new routes are ignored."""
     if earlier is None or later is None:
         return later
     return np.concatenate([earlier, later[len(earlier) :]])

@@ -202,14 +202,17 @@ class _LogitOptions(NamedTuple):
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
-    """Computes attention [T, heads, head_dim] by flash-attn."""
+    """Computes attention [T, heads, head_dim] by flash-attn.
+
+    If the rows share prefixes (`layout.tree`), torch's kernel is used where it can be, since it
+    computes the gathered keys and values again in the backward pass."""
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found]
 
     if layout.tree is not None:
         if options.softcap is None:
             return _varlen(q, k, v, layout, options)
-        # torch's kernel caps nothing. This one keeps the gathered keys and values until the
-        # backward pass.
+        # torch's kernel has no softcap. flash-attn keeps the gathered keys and values until the
+        # backward pass, which takes more memory.
         k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     settings = {"softmax_scale": options.scale, "causal": True, "window_size": options.window_size}
     # Old versions of flash-attn do not know this argument: pass it only if it is needed.

@@ -250,9 +250,10 @@ def score_rows(
     SCALING: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes four numbers for each row into `numbers` [rows, 4].
+    """Writes four numbers for each row of logits, so for each token, into `numbers` [rows, 4].
 
-    They are the target's logprob, the entropy, and the first two results of `_normalize`."""
+    They are the target's logprob, the entropy, the largest scaled logit, and the log of the sum of
+    exp(scaled logit - largest). The backward pass reads the last two."""
     # 64 bits, since rows * V may exceed 2^31.
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens

@@ -322,9 +322,10 @@ def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:
 
 
 def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
-    """Yields the sharded parameters without adapters, by HF name, in one order on all ranks.
+    """Yields the base model's sharded parameters, by HF name, in one order on all ranks.
 
-    A tied lm_head is left out. Raises RuntimeError if one is in host memory."""
+    The parameters of adapters and a tied lm_head are left out. Raises RuntimeError if a parameter
+    is in host memory (model.offload)."""
     for name, parameter in policy.model.named_parameters():
         if lora.is_adapter(name):
             continue

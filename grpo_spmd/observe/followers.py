@@ -202,9 +202,10 @@ def finish_all() -> None:
 def open_followers(
     run_dir: Path, options: LoggingConfig, config: dict[str, Any]
 ) -> Followers | None:
-    """Starts and returns the followers that the options ask for; None if they ask for none.
+    """Starts and returns the helpers that follow the run's metrics file: trackers, and the report.
 
-    Trackers show `config` as the config of the run.
+    Returns None if `options` (the config's section `logging`) asks for none. Trackers show `config`
+    as the config of the run.
     """
     trackers: dict[str, Tracker] = {
         "wandb": WandbRun(run_dir, options, config),

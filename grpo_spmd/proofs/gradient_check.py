@@ -683,8 +683,11 @@ class _Sketch:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Returns a context manager. Within it each forward and backward pass adds this rank's
-        products to `of_tokens`."""
+        """Returns a context manager, in which each backward pass adds to `of_tokens`.
+
+        With the random vectors l and r of each pair, the product l^T (dL/dW) r is summed there
+        token by token in float64, from the layer's inputs and the gradients of its outputs on this rank.
+        It is compared with the same product of the gradient that the optimizer gets."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             """Runs after the layer's forward pass, and hooks its backward pass."""

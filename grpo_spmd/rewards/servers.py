@@ -140,7 +140,10 @@ class _Slime:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """Accepts a number, {"score": number} or the like, and each of these in a list of one."""
+        """Returns the score of the one completion that the request had.
+
+        Accepts a number, {"score": number} or the like, and each of these in a list of one.
+        """
         if isinstance(answer, dict):
             names = [name for name in ("score", "reward", "rewards") if name in answer]
             if not names:
@@ -167,6 +170,7 @@ class _OpenRlhf:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
+        """Returns the rewards of the request's `number` completions."""
         rewards = answer.get("rewards") if isinstance(answer, dict) else answer
         if not isinstance(rewards, list):
             raise UnexpectedError("no list of rewards")
@@ -239,11 +243,13 @@ class Judge:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
+        """Returns the score in a chat completion that a judge wrote; a request has one reply."""
         try:
             chat = msgspec.convert(answer, _ChatAnswer)
             choice = chat.choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
+        # All answers must name the model of the first one.
         self._first.check(chat.model)
         return [self.score_of(choice.message.content, choice.finish_reason)]
 

@@ -476,6 +476,8 @@ class EngineJudges:
         jobs = [list(keys) for _, keys in groupby(sorted(all_prompts), key=lambda key: key[0])]
 
         def request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
+            """Returns the judge's request for prompt `number` of a job (a group's prompts)."""
+            # The judge has replied: its conversation of one turn is over.
             if turns:
                 return None
             prompt_ids = all_prompts[jobs[job][number]]

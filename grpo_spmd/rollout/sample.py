@@ -357,11 +357,13 @@ class TailRace:
         self._lengths: list[tuple[int | None, int]] = []
 
     def finish(self, slot: int, num_tokens: int) -> bool:
-        """Takes a completion of a slot.
+        """Records that a completion of the group in `slot` has ended.
 
-        Returns True if its group is now complete and certainly in the step.
+        Returns True if the group is now complete and was among the first over all engines, so that
+        the step trains on it.
         """
         self._num_unfinished[slot] -= 1
+        # One rank of an engine counts for all of its ranks.
         if not self._is_first:
             return False
         self._lengths.append((slot, num_tokens))

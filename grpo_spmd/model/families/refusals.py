@@ -300,8 +300,10 @@ class _Trace(TorchDispatchMode):
         self._is_within_sequences = False
 
     def compute_sequences(self, forward: Any, states: Tensor, *args: Any, **options: Any) -> Any:
-        """Calls a recurrent module on sequences [number, length, D], whose operators may mix the
-        tokens of each."""
+        """Returns what a recurrent module computes of sequences [number of sequences, length, D].
+
+        Its operators may mix the tokens of one sequence, so they are not among `operators`, which
+        must treat each token of a packed row by itself."""
         self._is_within_sequences = states.shape[1] in _PROBE_LENGTHS
         try:
             return forward(states, *args, **options)

@@ -244,7 +244,7 @@ def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
 
 
 def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
-    """Returns the names of the rewards that are not computed again, by the reason in words.
+    """Returns the names of the rewards whose recorded values a replay takes, by the reason.
 
     There are no environments and no engine in a replay. Servers cost money and may be gone, so they
     are asked only with --ask-servers. Reward models need the run's devices.
@@ -299,7 +299,10 @@ def reward_weights(recorded: RecordedStep) -> dict[str, float]:
 
 
 def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
-    """Returns the rewards that are called again: those that `unasked_rewards` does not name."""
+    """Returns the configs of the rewards that a replay computes again, by calling their functions.
+
+    A replay takes the recorded values of all others, which `unasked_rewards` lists with reasons.
+    """
     unavailable = set[str]().union(*unasked_rewards(recorded).values())
     configs = recorded.config.pool_rewards
     return [

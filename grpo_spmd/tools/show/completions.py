@@ -137,8 +137,12 @@ class TokenDifferences:
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
     ) -> None:
-        """Reads the scores of `records`, which are rollouts of the step; `errors` is added to."""
-        # The bound of the mean over a step. In a healthy run single tokens may exceed it by far.
+        """Reads the differences of `records`, which are rollouts of the step.
+
+        What cannot be read is counted in `errors`.
+        """
+        # Tokens are marked from the bound that the run's own check has for the mean of |difference|
+        # over a step. In a healthy run single tokens may exceed it by far.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
         num_tokens = {record.rollout_id: len(record.completion_ids) for record in records}
