@@ -686,8 +686,8 @@ class _Sketch:
         """Returns a context manager, in which each backward pass adds to `of_tokens`.
 
         With the random vectors l and r of each pair, the product l^T (dL/dW) r is summed there
-        token by token in float64, from the layer's inputs and the gradients of its outputs on this rank.
-        It is compared with the same product of the gradient that the optimizer gets."""
+        token by token in float64, from the layer's inputs and the gradients of its outputs on this
+        rank. It is compared with the same product of the gradient that the optimizer gets."""
 
         def forward(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             """Runs after the layer's forward pass, and hooks its backward pass."""
