@@ -74,9 +74,10 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:
     """Makes the kernel send signal `number` to this process when the thread that started it ends.
 
-    The number 0 cancels that. If `parent_pid` is given and that process has already ended, this
-    process exits at once."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    The number 0 cancels that. Does nothing on systems other than Linux. If `parent_pid` is given
+    and that process has already ended, this process exits at once."""
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     # Checked after the call above, so that a parent that ends in between is noticed too.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)
