@@ -342,12 +342,12 @@ def test_failures_are_counted_to_the_last_and_too_many_end_the_run(
         "the environment failed in 16 of 16 episodes (16 env_error, 0 env_timeout), each "
         "tried twice: 1 is not under"
     )
-    [report] = [text for text in output.splitlines() if "failed first" in text]
+    report, last = [text for text in output.splitlines() if "failed first" in text]
     assert report.startswith("rank 0 ")
     # The user's own error first, with its line.
     error = "environment (row 4, sample 0): reset() raised KeyError: 'gone' ("
     assert f"failed first, in phase reward, step 2: RewardError: {error}" in report
     assert reason in report
-    last = output.splitlines()[-1]
+    assert last == output.splitlines()[-1]
     assert last.startswith("all ranks stop with exit code 1: ")
     assert error in last
