@@ -117,9 +117,10 @@ def credited_tokens(
 ) -> Sequence[Credit]:
     """Returns, for each completion of a group, one advantage for all its tokens or one for each.
 
-    `discount` is `environment.discount`. None: all tokens of a completion have its advantage. With
-    the estimator "gae", `advantages` are still rewards (see compute_advantages), and the result is
-    the reward of each token. `slope` is as in `turn_advantages`."""
+    `discount` is `environment.discount`. None: all tokens of a completion have the completion's
+    advantage. Otherwise the tokens of each turn have the turn's. With the estimator "gae",
+    `advantages` are still rewards (see compute_advantages), and the result is the reward of each
+    token. `slope` is as in `turn_advantages`."""
     if estimator == "gae":
         pairs = zip(advantages, completions, strict=True)
         return [token_rewards(reward, c, by_turn=discount is not None) for reward, c in pairs]

@@ -79,9 +79,11 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 
 
 def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
-    """Returns every 16th rollout of these rows if it has routes, to compare the policy's own routes
-    with the engine's. The sample has at most as many tokens as the longest row, so that it fits in
-    one forward pass."""
+    """Returns a sample of the rollouts in `rows`, to compare the policy's own routes (the experts
+    that an MoE's routers choose) with the engine's.
+
+    It has every 16th rollout, if that has routes. It has at most as many tokens as the longest row,
+    so that it fits in one forward pass."""
     room = max((sum(rollout.num_tokens for rollout in row) for row in rows), default=0)
     sample = []
     for rollout in list(chain.from_iterable(rows))[::ROUTES_SAMPLED_EVERY]:
@@ -122,10 +124,12 @@ def episode_rollout(
     segments: Sequence[Segment],
     logprobs: Any,
 ) -> Rollout:
-    """Returns the rollout of an episode with these segments, or of a completion as one segment.
+    """Returns a Rollout made of `segments`: those of an episode (each one token sequence of prompt,
+    sampled and environment tokens), or the only one of a completion without an episode.
 
-    Its prompt is what the first segment has before its first sampled token; its completion is the
-    sampled tokens of all segments. `logprobs` are the engine's for these."""
+    The rollout's prompt is what the first segment has before its first sampled token. Its
+    completion is the sampled tokens of all segments, for which `logprobs` has the engine's
+    logprobs."""
     # If nothing was sampled, the whole segment is the prompt.
     num_prompt_tokens = int(np.append(segments[0].sampled, True).argmax())
     return Rollout(
@@ -197,7 +201,7 @@ class _SentRollout(msgspec.Struct, array_like=True):
 
     rollout_id: int
     advantages: float | bytes
-    """One number for all tokens, or float64 of each."""
+    """One number for all tokens, or the bytes of a float64 for each token."""
     in_loss: bool
     logprobs: bytes
     """float32, as in a MicroBatch."""
@@ -263,12 +267,13 @@ def pack_rollouts(
     *,
     shares_prefixes: bool = False,
 ) -> MicroBatch:
-    """Returns one row of rollouts as a micro-batch without padding. With `shares_prefixes` it has a
-    tree, if its sequences share a prefix.
+    """Returns one row of rollouts, end to end without padding, as a micro-batch on `device`.
 
-    A row without any completion token is replaced by a placeholder of two tokens that do not count
-    in the loss, so that this rank makes as many passes as the others. If `num_slices` ranks share
-    the row, one more sequence, in which nothing is predicted, makes its length divisible by that.
+    With `shares_prefixes` it has a tree (PrefixTree), in which common prefixes of its sequences are
+    read once, if there are any. A row without any completion token is replaced by a placeholder of
+    two tokens that do not count in the loss, so that this rank makes as many passes as the others.
+    If `num_slices` ranks share the row (sequence parallelism), one more sequence, in which nothing
+    is predicted, makes the row's length divisible by their number.
     """
     ids_with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     # The backward pass needs at least one logprob to start from.
@@ -295,10 +300,12 @@ def pack_rollouts(
     predicted_in = (completion_positions - 1) // slice_tokens
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
+        """Returns an array as a tensor on the device."""
         return copy_to_device(torch.from_numpy(values), device)
 
     def per_token(values: Sequence[float | npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
-        # `values` has, for each rollout, one number for all its tokens or an array of one for each.
+        """Returns one value for each completion token of the row, on the device. `values` has, for
+        each rollout, one number for all its tokens or an array with one for each."""
         columns = zip(num_completion, values, strict=True)
         return on_device(np.concatenate([np.full(n, value, dtype) for n, value in columns]))
 

@@ -142,6 +142,7 @@ def _by_column(scales: Tensor, codes: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, and a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

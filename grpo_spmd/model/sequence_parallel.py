@@ -58,6 +58,10 @@ def gather_scores(scores: Scores, slice_predictions: list[int], group: dist.Proc
 
 
 class _GatherScores(torch.autograd.Function):
+    """All-gathers logprobs and entropies of the slices of a row; see `gather_scores`.
+
+    The backward pass keeps the gradient of this rank's slice, and sends nothing."""
+
     @staticmethod
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor, counts: list[int], group: dist.ProcessGroup
@@ -82,7 +86,8 @@ class _GatherScores(torch.autograd.Function):
 
 
 class _ExchangeBlocks(torch.autograd.Function):
-    """Sends blocks [N, ...] to the ranks of a group (`exchange_blocks`), and gradients back."""
+    """All-to-all with a gradient: sends block i of `blocks` [N, ...] to rank i of a group of N
+    (`exchange_blocks`). The backward pass sends the gradients back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
