@@ -27,6 +27,8 @@ class WeightReload:
     On a CPU it also works around vLLM's mistakes with packed weights."""
 
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
+        """`llm` is a vllm.LLM, `model` its model on this rank, whose `load_weights` is replaced by
+        one that also notes which parameters it loaded."""
         self._llm = llm
         self._model = model
         self._on_cpu = on_cpu

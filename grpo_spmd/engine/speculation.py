@@ -594,6 +594,7 @@ class _RecordedGenerators(dict[int, torch.Generator]):
         self.states: dict[int, Tensor] = {}
 
     def items(self) -> Iterator[tuple[int, torch.Generator]]:  # type: ignore[override]
+        """Yields (row, generator), after recording the generator's state before the row's draw."""
         for row, generator in super().items():
             self.states[row] = generator.get_state()
             yield row, generator

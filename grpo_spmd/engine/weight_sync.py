@@ -351,6 +351,7 @@ class _ShardRow:
     Shards are computed one at a time, as `fill` reads the row from start to end."""
 
     def __init__(self, shards: Iterable[Shard], widths: list[int]) -> None:
+        """`widths` has the number of elements of each shard in the row, with its padding."""
         self._shards = zip(shards, widths, strict=True)
         # The values of the current shard that were not written yet.
         self._unread = torch.empty(0)

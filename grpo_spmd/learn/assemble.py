@@ -335,12 +335,13 @@ def pack_rollouts(
 
 
 def _pack_routes(contexts: Sequence[Segment], device: torch.device) -> RowRoutes | None:
-    """Returns the routes that the policy replays for the tokens of a row, or None if the engine
-    recorded none."""
+    """Returns the routes of the tokens of a row, the experts that the engine's routers chose, which
+    the policy's routers replay. Returns None if the engine recorded none."""
     recorded = [context.routes for context in contexts if context.routes is not None]
     if not recorded:
         return None
-    # Where no routes were recorded any experts will do: no sampled token is predicted there.
+    # A token without recorded routes gets the first k experts: nothing that was sampled is
+    # predicted from its hidden state, so that it does not matter which ones it gets.
     anywhere = np.broadcast_to(np.arange(recorded[0].shape[2]), (1, *recorded[0].shape[1:]))
     blocks = []
     is_recorded = []

@@ -115,8 +115,7 @@ class StepTokens:
     tree_tokens: Ints
     """[B] The same, but a prefix that several contexts of an episode share counts once."""
     prefix_tokens: Ints
-    """[P] For each group, the length of the prefix that all contexts of the group share (the
-    prompt)."""
+    """[P] For each group, the length of the prefix that all contexts of the group share."""
 
 
 class StepPlan(NamedTuple):
@@ -388,7 +387,8 @@ def _deal(
 
 @dataclass(frozen=True)
 class _ItemTable:
-    """The costs and tokens of the items."""
+    """The costs and tokens of the items, the numbers that stand for rollouts while rows are
+    levelled (`fill_rows`)."""
 
     cost_of: Sequence[float]
     """Costs by item; 0 for _NO_ITEM."""
@@ -400,7 +400,8 @@ class _ItemTable:
 
 @dataclass(slots=True)
 class _Row:
-    """A row of items. Its cost and number of tokens change when it takes part in an exchange."""
+    """A row while it is levelled, with the items of its rollouts. Its items, cost and number of
+    tokens change when it exchanges an item with another row."""
 
     cost: float
     tokens: int

@@ -269,6 +269,8 @@ class _TreeVarlen(torch.autograd.Function):
         options: _LogitOptions,
         gqa: dict[str, Any],
     ) -> Tensor:
+        """Returns the attention [N, heads, head_dim] of the nodes' tokens; `q`, `k` and `v` are
+        those of these tokens. `gqa` has further options of the kernel."""
         assert layout.tree is not None
         keys = layout.tree.keys
         window = options.window_size
@@ -285,6 +287,7 @@ class _TreeVarlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `q`, `k` and `v`, and None for the other arguments."""
         q, k, v, out, log_sums, random_state = ctx.saved_tensors
         keys = ctx.layout.tree.keys
         is_causal, scale, window = ctx.settings
@@ -316,6 +319,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor) -> Tensor:
+        """`keys` has, for each of the K keys, the index of its token among the nodes' tokens."""
         ctx.num_tokens = len(x)
         ctx.save_for_backward(keys)
         return x.index_select(0, keys)

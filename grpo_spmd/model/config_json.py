@@ -200,6 +200,7 @@ class ModelFacts:
 
     @property
     def dimensions(self) -> Dimensions | None:
+        """The sizes in config.json, None if it does not name them all."""
         return dimensions(self.config)
 
 

@@ -165,6 +165,7 @@ class _GivenExperts(TorchFunctionMode):
     other shapes and stay as they are; they have no effect on the given experts."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
+        """`experts` [T, k] are the given experts of each token, int64; E is `num_experts`."""
         super().__init__()
         self._experts = experts
         self._shape = (len(experts), num_experts)
@@ -172,6 +173,8 @@ class _GivenExperts(TorchFunctionMode):
         self.is_asked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls this in place of each function: returns the given experts and their scores
+        for such a topk, and runs any other function."""
         if func in (torch.topk, Tensor.topk) and args[0].shape == self._shape:
             self.is_asked = True
             return args[0].gather(-1, self._experts), self._experts

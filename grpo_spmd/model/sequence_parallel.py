@@ -66,6 +66,7 @@ class _GatherScores(torch.autograd.Function):
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor, counts: list[int], group: dist.ProcessGroup
     ) -> Scores:
+        """`counts` has the number of predictions in the slice of each rank of the group."""
         rank = dist.get_rank(group)
         end = list(accumulate(counts))[rank]
         ctx.predictions = slice(end - counts[rank], end)

@@ -320,6 +320,7 @@ class SavedTensor(NamedTuple):
 
     @property
     def num_rows(self) -> int:
+        """Number of the parameter's rows that this tensor holds."""
         return num_rows(self.shape)
 
 

@@ -302,6 +302,7 @@ class _Trace(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[str] = []
+        # True while `compute_sequences` runs a recurrent module on whole sequences.
         self._is_within_sequences = False
 
     def compute_sequences(self, forward: Any, states: Tensor, *args: Any, **options: Any) -> Any:
@@ -316,6 +317,8 @@ class _Trace(TorchDispatchMode):
             self._is_within_sequences = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls this in place of each operator: records its name and runs it, but for the
+        operators that read a number out of a tensor."""
         name = func.overloadpacket.__name__
         if not self._is_within_sequences:
             self.operators.append(name)
