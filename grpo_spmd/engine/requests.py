@@ -105,7 +105,8 @@ class EarlyStop(Protocol):
 
 @dataclass(frozen=True)
 class GenerationHooks:
-    """The functions that a generation calls while it runs."""
+    """The caller's functions that a generation calls while it runs. In their arguments `job` is
+    the number of a job, a group of conversations that one engine samples."""
 
     next_request: NextRequest
     """Called as next_request(job, number within the job, the conversation's completions so far).

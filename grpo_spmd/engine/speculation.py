@@ -96,7 +96,8 @@ class NgramIndex:
         """The engine step that last drafted from this index."""
 
     def add(self, tokens: Sequence[int], start: int = 0) -> None:
-        """Counts the tokens from position `start` on, while the index has room."""
+        """Counts the tokens of a text from position `start` on, each as the next token of the
+        contexts before it. Tokens for which the index has no more room are left out."""
         positions = range(start, len(tokens))[: self._num_free]
         self._num_free -= len(positions)
         for position in positions:
@@ -214,7 +215,8 @@ class StepCost:
 
 @dataclass
 class _Conversation:
-    """A conversation of the current generation."""
+    """What Speculation notes of a conversation (one request or several in turn) of the current
+    generation."""
 
     prompt: bytes
     """The digest of its first prompt, by which TextMemory and the indices are keyed."""
@@ -229,7 +231,8 @@ class _Conversation:
 
 @dataclass
 class _RequestState:
-    """A request of the current generation."""
+    """What Speculation notes of a request of the current generation, to draft for it and to count
+    the engine steps that drafts saved."""
 
     conversation: _Conversation
     is_kept: bool
@@ -298,7 +301,8 @@ class Speculation:
         """Does nothing, since there is no draft model. vLLM calls it."""
 
     def attach(self, runner: Any) -> None:
-        """Puts this object and a CoupledSampler to work in vLLM's V1 model runner."""
+        """Installs a CoupledSampler in vLLM's V1 model runner, and a wrapper of its `execute_model`
+        that notes which requests each step has."""
         self._runner = runner
         runner.rejection_sampler = CoupledSampler(runner.sampler, self._count)
         # Within MOST_DRAFTS of the longest length vLLM would replace the drafts of all requests by

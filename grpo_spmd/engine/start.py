@@ -469,7 +469,8 @@ def end_engines() -> None:
 
 
 class SleepCheck:
-    """Warns if the memory that is in use after the engine's sleep grows over the run."""
+    """Warns if the memory that is in use after the engine's sleep grows over the run, as it does if
+    something leaks."""
 
     def __init__(self, device: torch.device, growth_bytes: int = 0) -> None:
         """`growth_bytes` is the growth to warn of. 0 stands for 5 % of the device, and at least

@@ -205,7 +205,8 @@ def _convolution_rows(layer: Any, parent: Any) -> list[_Rows]:
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """Returns the weight and the bias of a linear layer: this rank's slices of HF's layers."""
+    """Returns descriptions of the weight and, if there is one, the bias of a linear layer, with the
+    rows of HF's layers that this rank holds."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     parent_path, _, leaf = path.rpartition(".")

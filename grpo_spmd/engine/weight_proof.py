@@ -276,7 +276,7 @@ def _gather_fingerprints(
     `activation` is the activation function of the model's experts."""
 
     def fingerprints_of(view: _View) -> Tensor:
-        """Returns the fingerprints [rows, slices] of this rank's rows."""
+        """Returns the fingerprints [rows, slices] of this rank's rows of the view's tensor."""
         rows = shards[view.name].local_rows()
         source = shards[view.gate_up or view.name]
         columns = num_columns(source.parameter.shape)

@@ -94,7 +94,8 @@ def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
 
 
 def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Rollout]:
-    """Yields the rollouts that this rank sampled and some rank trains on."""
+    """Yields those rollouts that this rank sampled and that some rank trains on, with advantages
+    and loss masks by rank 0's `decision`."""
     for number, group in enumerate(sampled.groups):
         rollout_ids = decision.rollout_ids(group)
         if not rollout_ids:
@@ -213,8 +214,10 @@ class _SentRollout(msgspec.Struct, array_like=True):
 
 
 def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
-    """Returns rollouts as bytes, to be sent from the rank that sampled them to the rank that trains
-    on them. The loss mask of a rollout must be one bool for all its tokens."""
+    """Returns rollouts as bytes, to send them from the rank that sampled them to the rank that
+    trains on them.
+
+    The loss mask of a rollout must be one bool for all its tokens."""
     sent = [
         _SentRollout(
             rollout.rollout_id,

@@ -70,8 +70,8 @@ def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
 
 
 def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None:
-    """Returns the reason why a completion with these sampled tokens cannot have this episode, or
-    None if it can."""
+    """Returns the reason why a completion with the sampled tokens `token_ids` cannot have this
+    episode, as a half sentence for a message. None if the two are consistent."""
     if episode.status not in EPISODE_STATUSES:
         return f"its status is {episode.status!r:.80}"
     if episode.status in FAILED_STATUSES and (episode.segments or episode.turns or token_ids):

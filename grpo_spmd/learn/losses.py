@@ -36,7 +36,8 @@ TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of one micro-batch, as the policy loss needs them."""
+    """The inputs of the policy loss for one micro-batch: one value for each of its C completion
+    tokens in every field."""
 
     logprobs: PerToken
     """The logprobs of the policy that trains, with their autograd graph."""

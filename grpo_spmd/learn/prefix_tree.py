@@ -122,7 +122,10 @@ class _Trie(NamedTuple):
 
 
 def _find_nodes(sequences: Sequence[Ids]) -> _Trie:
-    """Returns the trie of sequences of token ids, int32."""
+    """Returns the trie of sequences of token ids (int32).
+
+    A shared prefix becomes a node if it is long enough (_MIN_NODE_TOKENS, _MIN_SAVED_TOKENS). What
+    is left of a sequence behind its shared nodes is a node of its own."""
     # Sorted by their bytes, sequences with a common prefix are neighbours.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
     # For each place in this order, how many tokens its sequence shares with the one before it.

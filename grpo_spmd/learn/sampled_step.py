@@ -187,7 +187,7 @@ class _Rank0Step:
 
     def _check_errors(self, rows: GroupRows) -> None:
         """Raises RewardError if too many environments failed in this round, or too many rewards in
-        all rounds of the step; else keeps the error rates as metrics."""
+        the rounds of the step so far. Otherwise notes the error rates as metrics."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(rows, counts.first_errors, max_error_frac)
@@ -206,8 +206,10 @@ class _Rank0Step:
         )
 
     def decide(self) -> StepDecision:
-        """Returns the decision about the step. Raises RewardError if no completion has a usable
-        reward."""
+        """Returns the decision about the step: the groups to train on, their rewards and
+        advantages, and the plan of which rank trains on which rollouts.
+
+        Raises RewardError if no completion has a usable reward."""
         rules = self._rules
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
@@ -391,8 +393,10 @@ def count_statuses(rows: GroupRows) -> dict[str, int]:
 def check_environment_errors(
     rows: GroupRows, first_errors: Sequence[str], max_error_frac: float
 ) -> None:
-    """Raises RewardError if, in at least `max_error_frac` of a round's episodes, the environment
-    failed at both tries. The message quotes the first environment error of `first_errors`."""
+    """Raises RewardError if the environment failed, at both tries, in too many episodes of a round:
+    in the fraction `max_error_frac` or more.
+
+    The message quotes the first environment error of `first_errors`."""
     counts = count_statuses(rows)
     num_episodes = sum(counts.values())
     num_failed = sum(counts[status] for status in FAILED_STATUSES)

@@ -98,8 +98,8 @@ class StepCounts:
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
-    """Returns the message of a rank to rank 0 about its groups of one round. It is empty if the
-    rank has no groups."""
+    """Returns the message of a rank to rank 0 about its groups of one round: lengths, rewards and
+    statuses, but no tokens. It is empty if the rank has no groups."""
     if not groups:
         return b""
     completions = [completion for group in groups for completion in group.completions]
@@ -238,8 +238,10 @@ def decode_decision(
     group_size: int,
     rank0_decision: StepDecision | None,
 ) -> Decision:
-    """Returns the decision from this rank's message of `encode_decisions`. `groups` are those that
-    this rank sampled; `rank0_decision` is the whole decision on rank 0, None elsewhere."""
+    """Returns this rank's part of the decision, from its message of `encode_decisions`.
+
+    `groups` are the groups that this rank sampled. `rank0_decision` is the whole decision on rank
+    0, None on other ranks."""
     values = dict(zip(_FIELDS, msgspec.msgpack.decode(message), strict=True))
     slots = np.frombuffer(values["slots"], np.int32)
     ids = _sampled_ids(slots, group_size).tolist()
@@ -268,8 +270,8 @@ def revise_decision(
     metrics: dict[str, float | None],
     advantages: Sequence[float] | None = None,
 ) -> Decision:
-    """Returns the decision with `metrics` added and with new `advantages`, a list over the ids of
-    all rollouts of the step. None: the advantages stay as they are."""
+    """Returns the decision with `metrics` added and, if given, with new `advantages`: a list with
+    one for each rollout of the step, in the order of ids."""
     step = decision.rank0_decision
     if step is not None:
         step = dataclasses.replace(step, metrics=step.metrics | metrics)

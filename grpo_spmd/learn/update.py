@@ -222,7 +222,8 @@ def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
 
 
 class Learner:
-    """A model with its optimizer and learning rate schedule, and the counts of its updates."""
+    """A model that is trained (policy or critic), with its optimizer, learning rate schedule and
+    the counts of its optimizer steps."""
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig, training: TrainingConfig
@@ -382,8 +383,10 @@ class PolicyUpdater(Learner):
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> tuple[list[Reductions], list[NonfiniteTokens]]:
-        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns, for
-        each of its micro-batches, the metrics and the tokens with a score that is not finite."""
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients.
+
+        Returns two lists with an entry for each micro-batch: its metrics, and its tokens with a
+        logprob or other score that is not finite."""
         totals: list[Reductions] = []
         suspects: list[NonfiniteTokens] = []
         micro_batches, num_loss_tokens, num_loss_sequences = mini_batch

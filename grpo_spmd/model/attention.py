@@ -341,8 +341,8 @@ def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
-    """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
-    lengths."""
+    """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equally long
+    sequences (or nodes of a tree), which are its batch."""
     if layout.tree is not None:
         k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
@@ -361,8 +361,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
 
 
 def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions) -> Tensor:
-    """Returns the attention [n, heads, Q, head_dim] of n batches of Q queries, the last ones of K
-    tokens; `key` and `value` are [n, kv heads, K, head_dim]."""
+    """Returns the attention [n, heads, Q, head_dim] of n sequences of K tokens, for the queries of
+    the last Q tokens of each.
+
+    `key` and `value` are [n, kv heads, K, head_dim]."""
     scale, window, softcap = options
     num_queries, num_keys = query.shape[2], key.shape[2]
     if softcap is not None:

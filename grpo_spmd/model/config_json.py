@@ -367,7 +367,8 @@ def refuse_by_config(config: Contents, path: str) -> None:
 
 
 def _reasons(config: Contents) -> Iterator[str]:
-    """Yields the reasons for which a model with this config.json cannot train."""
+    """Yields the reasons why a model with this config.json cannot train, as half sentences that
+    follow the model's name in a message."""
     for key in ("quantization_config", "compression_config"):
         if quantisation := config.get(key):
             yield (

@@ -309,10 +309,11 @@ def replace_logits_by_gradient(
 
 @triton.jit
 def _log_ratios(s, t, BETA: tl.constexpr):
-    """Returns s - m and t - m for the log mixture m = log(beta e^t + (1 - beta) e^s).
+    """Returns s - m and t - m, where m = log(beta e^t + (1 - beta) e^s) is the logprob of a token
+    by the mixture of policy and teacher.
 
-    `s` and `t` are the logprobs by policy and teacher. If BETA is 0 or 1 there is no mixture, and
-    the results are s - t and t - s. All are exactly 0 where s and t are equal."""
+    `s` and `t` are the token's logprobs by policy and teacher. If BETA is 0 or 1 there is no
+    mixture, and the results are s - t and t - s. All are exactly 0 where s and t are equal."""
     distance = tl.where(s == t, 0.0, t - s)
     if BETA == 0.0 or BETA == 1.0:
         return -distance, distance

@@ -37,7 +37,8 @@ class Shard(NamedTuple):
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Puts peft's layers around the target modules, and freezes all but the float32 adapters."""
+    """Wraps the target modules in peft's LoRA layers, and freezes all parameters except the
+    adapters, which are float32."""
     import peft
 
     alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha

@@ -30,8 +30,10 @@ SEQUENCE_ATTENTION = "grpo_spmd_sequence"
 
 
 def slice_row(row: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-    """Returns the part of a row that this rank of the group runs: the tokens of its slice, and the
-    predictions that are made there. All other fields are those of the whole row."""
+    """Returns the part of a row that this rank of the group runs through the layers.
+
+    The result has the tokens of this rank's slice, and the predictions that are made there. All
+    other fields are those of the whole row."""
     rank = dist.get_rank(group)
     num_tokens = len(row.input_ids) // dist.get_world_size(group)
     start = rank * num_tokens
@@ -51,8 +53,9 @@ def slice_row(row: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
 def gather_scores(scores: Scores, slice_predictions: list[int], group: dist.ProcessGroup) -> Scores:
     """Collective over `group`. Returns the logprobs and entropies [C] of the whole row.
 
-    `scores` are those of this rank's slice; `slice_predictions` counts those of each rank. The
-    backward pass takes the gradient of this rank's slice, without communication."""
+    `scores` has the logprobs and entropies of this rank's slice; `slice_predictions` has their
+    number on each rank of the group. The backward pass takes the gradient of this rank's slice,
+    without communication."""
     logprobs, entropy = _GatherScores.apply(*scores, slice_predictions, group)
     return logprobs, entropy
 

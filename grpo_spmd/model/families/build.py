@@ -284,7 +284,9 @@ class SequenceWise:
     # torch.compile would compile again for each set of lengths.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Replaces the module's forward method, over a packed row [1, T, D]."""
+        """Replaces the module's forward method: computes a packed row [1, T, D] so that each of its
+        sequences starts anew, by the kernels if they are there, else as batches of equally long
+        sequences."""
         layout = self._layout
         if layout is not None and layout.backend != "sdpa" and _has_kernels():
             # The kernels begin anew at each sequence by themselves.
