@@ -339,10 +339,10 @@ class RolloutEngine:
 
     def tensors(self, hf_names: Collection[str], saved: SavedLayout) -> list[EngineTensor]:
         """Returns a description of each tensor of this rank's engine: which rows of which HF tensor
-        it holds. All ranks get as many, in the same order.
+        it holds. All ranks return equally many, in the same order.
 
-        `hf_names` are the policy's parameters. `saved` (`Policy.saved`) lists those that
-        checkpoints store under other names."""
+        `hf_names` are the names of the policy's parameters. `saved` (`Policy.saved`) has those
+        parameters that checkpoints store under other names."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
         return engine_tensors(self._model, hf_names, saved) + adapters
 

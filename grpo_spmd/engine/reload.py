@@ -174,10 +174,11 @@ class DirectLoad:
 
     @torch.no_grad()
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the weights of all direct layers with those of the gathered `weights`.
+        """Replaces the weights of all direct layers with the values in `weights`, gathered HF
+        tensors by name.
 
-        The tensors in `names` must come first. The later ones are not drawn: they are left to the
-        caller. Raises EngineStateError if a tensor did not come."""
+        The tensors in `names` must come first. Later tensors are not drawn from the iterator: they
+        are left to the caller. Raises EngineStateError if a tensor in `names` did not come."""
         incomplete = set(self.names)
         num_missing = Counter(id(tensor) for pairs in self._targets.values() for tensor, _ in pairs)
         # For each engine tensor that has got some but not all of its parts: the tensor into which

@@ -179,11 +179,11 @@ def returns_to_go(episode: Episode, discount: float) -> list[float]:
 
 
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
-    """Returns the reward of each sampled token, for gae. The rewards of the tokens add up to
-    `reward`, that of the rollout.
+    """Returns the reward of each sampled token, for the estimator "gae". The rewards of the tokens
+    add up to `reward`, the reward of the whole rollout.
 
-    All of it is given at the rollout's last token. With `by_turn`, each turn's reward is given at
-    the turn's last token, and what is left of `reward` at the rollout's last token."""
+    The last token of the rollout gets all of it. With `by_turn`, the last token of each turn gets
+    the turn's reward, and the last token of the rollout gets what is left of `reward`."""
     rewards = np.zeros(len(completion.token_ids))
     end = 0
     for turn in completion.episode.turns if by_turn and completion.episode is not None else ():

@@ -117,10 +117,10 @@ def read_routes(
 def extend_routes(earlier: Routes | None, later: Routes | None) -> Routes | None:
     """Returns the routes (the experts that a model's routers chose, by token) of a whole context.
 
-    `later` are those of the context after one more turn, all its tokens; `earlier` those of the
-    context before, or None in its first turn. A token keeps the routes of the engine's first pass
-    over it, with which the next token was sampled: if its keys and values were evicted from the
-    cache and it was prefilled again, the new routes are ignored."""
+    `later` has the routes of all tokens of the context after one more turn. `earlier` has the
+    routes of the context before that turn; it is None in the first turn. A token keeps the routes
+    of the engine's first pass over it, with which the next token was sampled: if its keys and
+    values were evicted from the cache and it was prefilled again, the new routes are ignored."""
     if earlier is None or later is None:
         return later
     return np.concatenate([earlier, later[len(earlier) :]])

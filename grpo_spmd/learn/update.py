@@ -111,10 +111,11 @@ def attach_logprobs(
     """Collective. Sets `old_logprobs` and `ref_logprobs` of every micro-batch if the loss needs
     them, and `routes.loads` if the loss has a load-balance term.
 
-    With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is
-    made for them. If `stop_check` raises, the policy has not changed. `keep_scores` receives the
-    policy's scores if they are computed here. Returns the metrics of `compare_routes`, or {} if the
-    policy does not replay the engine's routes.
+    With one optimizer step per training step, the policy has not changed when the update computes
+    its logprobs: these are the old logprobs too, and no pass is made for them here. If `stop_check`
+    raises, the policy has not changed. `keep_scores` receives the policy's scores if they are
+    computed here. Returns the metrics of `compare_routes`, or {} if the policy does not replay the
+    engine's routes.
     """
     uses_engine = loss.old_logprobs == "engine"
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
@@ -212,10 +213,10 @@ def compare_routes(policy: Policy, sample: MicroBatch | None) -> Reductions:
 
 def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
     """Returns the mini-batches in which at least one token counts in the loss, on any rank. All
-    ranks return the same ones.
+    ranks return equally many.
 
-    The others are left out because momentum and weight decay would change the model without any
-    evidence."""
+    A mini-batch without such a token is left out: it would have no gradient, but momentum and
+    weight decay would still change the model."""
     columns = zip(batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
     mini_batches = [MiniBatch(*column) for column in columns]
     return [mini_batch for mini_batch in mini_batches if mini_batch.num_loss_tokens]

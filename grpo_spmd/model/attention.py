@@ -331,8 +331,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
-    """Returns the gradient [N, kv heads, head_dim] of keys or values from that of the gathered ones
-    [K, kv heads, head_dim]."""
+    """Returns the gradient [N, kv heads, head_dim] of the nodes' keys or values.
+
+    `branch_grads` [K, kv heads, head_dim] is the gradient of the gathered keys or values (_Gather),
+    in which a token of a shared prefix occurs once for each branch."""
     # A shared token has the sum over its branches, in float32. On CUDA index_put_ sorts the indices
     # first, so that the order of the sum is always the same, as it is not with index_add_.
     total = branch_grads.new_zeros(num_tokens, *branch_grads.shape[1:], dtype=torch.float32)

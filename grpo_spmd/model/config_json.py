@@ -135,8 +135,8 @@ def kv_bytes_per_sequence(sizes: Dimensions, tensor_parallel_size: int) -> int:
     """Returns the bytes that a sequence takes in the KV cache on one rank, however short it is: 0
     for a model without recurrent layers.
 
-    vLLM has blocks of one size, that of a recurrent state; the last block of keys and values of an
-    attention layer counts as full."""
+    In vLLM all blocks of such a model have the size of a recurrent state. Each layer takes at least
+    one block: the state, or the last block of an attention layer, which counts as full."""
     return sizes.layers * sizes.state_bytes // tensor_parallel_size
 
 

@@ -402,8 +402,8 @@ def replace_logits_by_divergence_gradient(
 ):
     """Overwrites each of the policy's logits with the gradient of the loss with respect to it.
 
-    `numbers` [rows, 6] are those of `compare_rows`, but with the loss's gradients with respect to
-    the divergences in column 0. For z = capped logit / temperature and the probabilities p of the
+    `numbers` [rows, 6] has what `compare_rows` wrote, except in column 0: the loss's gradient with
+    respect to the divergence. For z = capped logit / temperature and the probabilities p of the
     policy and q of the teacher, the divergence's derivative is p - q for beta 0,
     p (s - t - mean(s - t)) for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with
     means over p."""

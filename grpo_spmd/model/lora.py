@@ -172,7 +172,7 @@ def merged_shards(
     model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]
 ) -> Iterator[Shard]:
     """Collective: one all-gather of all A, when the first shard is drawn. Yields all weights of the
-    base, with the adapters merged into those that have one.
+    base as shards. If a layer has an adapter, the adapter is merged into its weight.
 
     A merged shard's `local_rows` computes this rank's rows of W + (alpha / rank) B A in a new
     float32 tensor, so that the stored W does not change. FSDP shards B by rows just as W."""
@@ -229,7 +229,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapters_at_zero(model: nn.Module) -> Iterator[None]:
     """Makes all adapters add 0 inside the block.
 
-    The result is that of the base, computed in another way than by `adapters_off`."""
+    The model then computes what the base alone does, by other code than with `adapters_off`: a
+    proof can compare the two."""
     scales = [(layer.scaling, dict(layer.scaling)) for layer in _adapted_layers(model)]
     try:
         for scaling, values in scales:

@@ -65,9 +65,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Policy(nn.Module):
     """A causal LM that scores completions.
 
-    Trained parameters are float32; the others, and arithmetic, are in the compute dtype. Call only
-    the module itself (`policy(...)`) and `plain_logits`, which returns whole logits for a check:
-    around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
+    Trained parameters are float32; frozen parameters, and arithmetic, are in the compute dtype.
+    Call only the module itself (`policy(...)`), or `plain_logits`, which returns whole logits for a
+    check. FSDP gathers the embedding and the lm_head around calls of these two, and not around
+    calls of an inner module."""
 
     def __init__(
         self,

@@ -246,7 +246,8 @@ def _first_and_count(names: Sequence[str]) -> str:
 @torch.no_grad()
 def _refuse_other_maths(model: Any, path: str) -> None:
     """Raises ConfigError if the model mixes tokens of a packed row elsewhere than in one call of
-    transformers' attention interface per layer, or changes the hidden states before the lm_head.
+    transformers' attention interface per layer, or if its lm_head does not read the decoder's
+    hidden states.
 
     To find out, transformers' own code of the model runs over a packed row on the meta device: a
     list of the names of such models could never be complete."""
