@@ -164,8 +164,8 @@ def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
         return _linear_tensors(path, layer, model)
     if isinstance(layer, VocabParallelEmbedding):
         return _vocabulary_tensors(path, layer, model)
-    # Other layers have their parameters whole on each rank. Only a gated delta net (a recurrent
-    # layer) has parameters with one number for each head, which are split over the ranks.
+    # A gated delta net (a recurrent layer) has parameters with one number for each head, which are
+    # split over the ranks. A layer without tp_rank has its parameters whole on each rank.
     rank, num_ranks = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
     return [
         EngineTensor(name, fused_rows([name], [(len(rows), len(rows) * num_ranks, rank)]), rows)
