@@ -79,7 +79,8 @@ class RolloutEngine:
     """
 
     records_routes = False
-    """True if completions come with the experts that the engine's routers took (`Routes`)."""
+    """True if completions come with their routes: the experts that the routers of an MoE chose for
+    each token (`Routes`)."""
     _recorder: RouteRecorder | None = None
     _speculation: Speculation | None = None
 
@@ -168,8 +169,12 @@ class RolloutEngine:
         self.sleep()
 
     def _record_routes(self, path: str) -> None:
-        """Sets `records_routes`, on a CPU with a RouteRecorder, or warns why no routes are
-        recorded."""
+        """Arranges that the engine records routes, the experts that an MoE's routers choose for
+        each token, so that training can replay them. Does nothing for a dense model.
+
+        On a GPU vLLM itself records them, if `recording_options` have asked it to. On a CPU a
+        RouteRecorder does. If routes are not recorded, `records_routes` stays False. Then a warning
+        gives the reason, except where vLLM could record routes and was not asked to."""
         hf_config = load_config(path)
         if not num_experts(hf_config):
             return
@@ -196,8 +201,8 @@ class RolloutEngine:
         return not (self.takes_adapters and self._holds_weights)
 
     def wake_weights(self) -> None:
-        """Allocates the memory of the weights again. Weights that were dropped in the sleep are
-        garbage until `load_weights`."""
+        """Makes vLLM allocate the memory of the weights again. If the sleep dropped the weights
+        (sleep level 2), this memory holds garbage until `load_weights`."""
         self._end_rest()
         self._wake("weights")
         self._weights_awake = True
@@ -213,10 +218,10 @@ class RolloutEngine:
         """Collective over the engine's ranks. Replaces every weight.
 
         `weights` yields (name in the checkpoint, full tensor) pairs for vLLM's loader. If `direct`
-        is given, it first draws the tensors that it copies from `gathered`. If `takes_adapters`,
-        all of these are the base weights, and `load_adapters` must follow. Raises EngineStateError
-        if the engine is asleep, if requests still run, or if an engine parameter got no new
-        values."""
+        is given, it runs first: it takes its tensors from `gathered` and copies them into the
+        engine, and `weights` yields the other tensors. If `takes_adapters`, all of these are the
+        base weights, and `load_adapters` must follow. Raises EngineStateError if the engine is
+        asleep, if requests still run, or if an engine parameter got no new values."""
         if not self._weights_awake:
             raise EngineStateError("load_weights: the engine is asleep; call wake_weights first")
         self.policy_version = None
@@ -256,8 +261,8 @@ class RolloutEngine:
             )
 
     def wake_kv_cache(self) -> None:
-        """Allocates the memory of the KV cache again. Call it once the sync has freed its buckets,
-        whose memory the cache may need."""
+        """Makes vLLM allocate the memory of the KV cache again. Call it once the weight sync has
+        freed its communication buffers, whose memory the cache may need."""
         self._wake("kv_cache")
         self._kv_cache_awake = True
 
@@ -329,20 +334,21 @@ class RolloutEngine:
         return int(CuMemAllocator.get_instance().get_current_usage())
 
     def _measure(self) -> MemoryUse:
+        """Returns the memory that is in use on this rank's device now."""
         return measure(self._session.device, self.pool_bytes())
 
     def tensors(self, hf_names: Collection[str], saved: SavedLayout) -> list[EngineTensor]:
         """Returns a description of each tensor of this rank's engine: which rows of which HF tensor
-        it holds. All ranks get as many, in the same order.
+        it holds. All ranks return equally many, in the same order.
 
-        `hf_names` are the policy's parameters. `saved` (`Policy.saved`) lists those that
-        checkpoints store under other names."""
+        `hf_names` are the names of the policy's parameters. `saved` (`Policy.saved`) has those
+        parameters that checkpoints store under other names."""
         adapters = self._adapters.tensors() if self._adapters is not None else []
         return engine_tensors(self._model, hf_names, saved) + adapters
 
     def constants(self) -> dict[str, Tensor]:
-        """Returns this rank's engine parameters that are untrained constants in the policy, by HF
-        name."""
+        """Returns those parameters of this rank's engine that the policy has as constants, which
+        nothing trains (`is_constant`), by HF name."""
         parameters = self._model.named_parameters()
         return {hf_name(name): values for name, values in parameters if is_constant(name)}
 
@@ -414,9 +420,12 @@ class RolloutEngine:
         self._num_shared_calls += 1
 
         def conversation_ids(jobs: Iterable[int]) -> list[ConversationId]:
+            """Returns the ids of all conversations of `jobs`."""
             return [(job, number) for job in jobs for number in range(job_sizes[job])]
 
         def claim_batches() -> Iterator[list[ConversationId]]:
+            """Collective over the engine's ranks. Yields the conversations for this engine: first
+            those of its dealt jobs, then those of one claimed job at a time."""
             yield conversation_ids(schedule.dealt[self.engine_rank])
             while schedule.queued:
                 claimed = self._claim(queue, len(schedule.queued))
@@ -493,7 +502,8 @@ class RolloutEngine:
         speculation = self._speculation
         generation: AbstractContextManager[None] = nullcontext()
         if speculation is not None:
-            # It comes from times, which differ between ranks, and all ranks must draft alike.
+            # The value comes from measured times, which differ between ranks. All ranks of the
+            # engine must make the same drafts, so take the first rank's.
             base_rows = on_first_in_group(speculation.base_rows, self._group)
             generation = speculation.generation(base_rows, conversations.running)
         scheduler = self._engine.engine_core.engine_core.scheduler
@@ -529,8 +539,9 @@ class RolloutEngine:
                 progress.total = progress.n + conversations.num_open
                 if no_more_batches and not conversations.num_open:
                     return conversations.finished()
-                # While no request runs, each turn of this loop waits a long time for late requests,
-                # and `num_steps` stands still. Pass 0, for which the ranks always agree.
+                # While no request runs, each pass of this loop waits long for late requests, and
+                # `num_steps` does not change. Pass 0, at which the ranks always communicate: they
+                # do so if the number is a multiple of _AGREE_EVERY_STEPS.
                 step_to_agree = num_steps if conversations.running else 0
                 if must_abort(step_to_agree):
                     self._abort(list(conversations.running))
@@ -585,8 +596,10 @@ class RolloutEngine:
         return sampling
 
     def take_speculation(self) -> Reductions:
-        """Returns the metrics of the drafts that were checked since the last call, {} without
-        `rollout.speculation`. Of the ranks that share an engine the first one has them."""
+        """Returns the metrics of speculative decoding since the last call.
+
+        Returns {} without `rollout.speculation`, and on all but the first of the ranks that share
+        an engine, so that each engine is counted once."""
         if self._speculation is None or self.tp_rank:
             return {}
         return self._speculation.take_metrics()
@@ -636,9 +649,11 @@ class RolloutEngine:
             )
 
     def _with_routes(self, output: Any, completion: Completion) -> Completion:
-        """Returns `completion` with the routes of vLLM's RequestOutput, if routes are recorded.
+        """Returns `completion` with the routes of its tokens (the experts that the routers chose),
+        if routes are recorded. `output` is vLLM's RequestOutput.
 
-        Raises EngineStateError if vLLM did not return one route for each token that it read."""
+        Raises EngineStateError unless there are routes for exactly the tokens that the model
+        read: the prompt and all but the last token of the completion."""
         if not self.records_routes:
             return completion
         # The last sampled token is never an input of the model, so that it has no route.

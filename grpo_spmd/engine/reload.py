@@ -27,6 +27,8 @@ class WeightReload:
     On a CPU it also works around vLLM's mistakes with packed weights."""
 
     def __init__(self, llm: Any, model: Any, on_cpu: bool) -> None:
+        """`llm` is a vllm.LLM, `model` its model on this rank, whose `load_weights` is replaced by
+        one that also notes which parameters it loaded."""
         self._llm = llm
         self._model = model
         self._on_cpu = on_cpu
@@ -35,6 +37,7 @@ class WeightReload:
         load_weights = model.load_weights
 
         def recording(weights: Iterable[tuple[str, Tensor]]) -> Any:
+            """Replaces the model's `load_weights`: calls it and notes the names that it returns."""
             loaded = load_weights(weights)
             self._loaded = None if loaded is None else set(loaded)
             return loaded
@@ -171,13 +174,15 @@ class DirectLoad:
 
     @torch.no_grad()
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replaces the weights of all direct layers with those of the gathered `weights`.
+        """Replaces the weights of all direct layers with the values in `weights`, gathered HF
+        tensors by name.
 
-        The tensors in `names` must come first. The later ones are not drawn: they are left to the
-        caller. Raises EngineStateError if a tensor did not come."""
+        The tensors in `names` must come first. Later tensors are not drawn from the iterator: they
+        are left to the caller. Raises EngineStateError if a tensor in `names` did not come."""
         incomplete = set(self.names)
         num_missing = Counter(id(tensor) for pairs in self._targets.values() for tensor, _ in pairs)
-        # What the engine's tensors are filled in, from their first part to their last one.
+        # For each engine tensor that has got some but not all of its parts: the tensor into which
+        # the parts are copied (`_destination`), by the id of the EngineTensor.
         rows_of: dict[int, Tensor] = {}
         for name, values in weights:
             matrix = as_matrix(values)
@@ -239,10 +244,10 @@ def _copy_part(
 
 
 def _destination(tensor: EngineTensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Returns the tensor [rows, columns] to write the HF rows into.
+    """Returns the tensor [rows, columns] into which HF rows are copied for this engine tensor.
 
-    It is the engine's own weight or, if packing has emptied that, a buffer that is packed once it
-    is full."""
+    It is the engine's own weight. If vLLM emptied that weight when it packed the layer (on a CPU),
+    it is a new buffer, which is packed once it is full."""
     weight = tensor.layer.weight if tensor.values is None else tensor.values
     # True if packing has emptied the plain weight.
     if not weight.numel():
@@ -340,10 +345,10 @@ def _is_copyable(tensor: EngineTensor, dtype: torch.dtype) -> bool:
 
 
 def _is_packed_copy(tensor: EngineTensor) -> bool:
-    """Returns True for the packed copy of an lm_head's weight on a CPU.
+    """Returns True if the EngineTensor is the packed copy of an lm_head's weight on a CPU.
 
-    No rows are copied into it: it is made from the plain weight, which is another EngineTensor
-    (the head's, or that of the embedding to which it is tied)."""
+    No rows are copied into such a copy. vLLM makes it from the layer's plain weight, which is
+    another EngineTensor (the lm_head's own, or the embedding's if they are tied)."""
     return tensor.values is None and _is_vocabulary(tensor.layer)
 
 
@@ -363,9 +368,10 @@ _ADAPTER_ID = 1
 class EngineAdapters:
     """Replaces the LoRA adapters of an engine that keeps its base weights. No file is written.
 
-    To vLLM they are one adapter, which has A and B for many layers."""
+    To vLLM all of them are a single adapter, which has A and B for many layers."""
 
     def __init__(self, model: Any, rank: int) -> None:
+        """`model` is vLLM's model on this rank. `rank` is the rank of the matrices A and B."""
         from vllm.lora.request import LoRARequest
 
         self._model = model

@@ -46,7 +46,8 @@ class Request:
     ends_at_stops: bool = True
     """True if the strings in `rollout.stop` end the completion, as stop tokens always do."""
     prompt_recurs: bool = True
-    """False if the prompt will not come again, so that nothing needs to be kept for it."""
+    """False if no later request will have this prompt (of a judge, for instance): then speculative
+    decoding need not keep the completion for drafts."""
 
 
 def policy_request(
@@ -71,6 +72,7 @@ class Later:
 
 LATER = Later()
 ConversationId = tuple[int, int]  # (job, number of the conversation within the job)
+# The types of GenerationHooks.next_request and .on_completion.
 NextRequest = Callable[[int, int, Sequence[Completion]], Request | Later | None]
 # (the prompt of a conversation, the function that returns the seed of each of its turns)
 EpisodeTask = tuple[Prompt, Callable[..., int]]
@@ -78,7 +80,8 @@ OnCompletion = Callable[[int, int, Completion], None]
 
 
 class LateRequests(Protocol):
-    """The source of late requests. Only the first rank of each engine calls `ready`."""
+    """The source of late requests, those that were not known when their conversation's last
+    completion was finished. Only the first rank of each engine calls `ready`."""
 
     def ready(self, timeout_s: float, /) -> list[tuple[ConversationId, Request | None]]:
         """Returns the late requests that are known now, each once, as (conversation, request).
@@ -102,7 +105,8 @@ class EarlyStop(Protocol):
 
 @dataclass(frozen=True)
 class GenerationHooks:
-    """The functions that a generation calls while it runs."""
+    """The caller's functions that a generation calls while it runs. In their arguments `job` is
+    the number of a job, a group of conversations that one engine samples."""
 
     next_request: NextRequest
     """Called as next_request(job, number within the job, the conversation's completions so far).
@@ -131,7 +135,9 @@ class JobSchedule(NamedTuple):
 
 @dataclass(frozen=True)
 class Capacity:
-    """How much one engine can run at a time: the minimum over all engines, equal on all ranks."""
+    """Says how many requests and tokens one engine can run at a time.
+
+    The numbers are the minimum over all engines, so that they are equal on all ranks."""
 
     max_num_seqs: int
     """The most requests that vLLM runs at a time."""

@@ -58,8 +58,8 @@ def with_routes_if_possible(make: Callable[..., Any], options: dict[str, Any]) -
 
 
 class RouteRecorder:
-    """Records an engine's routes on a CPU, by wrapping methods of vLLM's model runner and
-    scheduler."""
+    """Records an engine's routes (the experts chosen for each token) on a CPU, by wrapping methods
+    of vLLM's model runner and scheduler."""
 
     def __init__(self, llm: Any, hf_config: Any) -> None:
         """`llm` is a vllm.LLM without running requests."""
@@ -94,7 +94,8 @@ class RouteRecorder:
         return self._finished.pop(request_id)[:num_tokens]
 
     def _run_and_record(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model runner's `execute_model`, then stores the routes of its tokens by slot."""
+        """Replaces the model runner's `execute_model`: runs it, then stores the routes of the
+        tokens of this forward pass by their slots in the KV cache."""
         self._captured.clear()
         result = self._execute_model(scheduler_output, *args, **kwargs)
         num_tokens = scheduler_output.total_num_scheduled_tokens
@@ -109,7 +110,8 @@ class RouteRecorder:
         return result
 
     def _read_and_free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Copies the routes of a finished request, then runs the scheduler's `_free_request`."""
+        """Replaces the scheduler's `_free_request`: copies the routes of the finished request
+        before its blocks are freed, then runs the original."""
         # From the next step on, other requests may write into these blocks.
         blocks = self._scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
         if self._slots is not None and blocks:

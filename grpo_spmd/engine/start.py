@@ -89,12 +89,12 @@ def start_vllm(
     keep_caches_on_node()
     import vllm
 
-    # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns. Other code in
-    # vLLM changes the number of threads. Both are restored below.
     contents = read_model_config(checkpoint_folder(model.path))
     is_recurrent = has_recurrent_layers(text_config(contents))
     if is_recurrent:
         _load_without_torchvision(contents.get("architectures") or ())
+    # vLLM's CPU worker replaces torch.set_num_threads by a function that only warns. Other code in
+    # vLLM changes the number of threads. Both are restored below.
     set_num_threads = torch.set_num_threads
     num_threads = torch.get_num_threads()
     _name_shared_memory_after_job(session.attempt)
@@ -111,14 +111,16 @@ def start_vllm(
         # Every request brings its own seed.
         "seed": 0,
         "tensor_parallel_size": rollout.engine_ranks,
-        # A recurrent state is not cached: vLLM would keep it at few places of a prompt alone.
+        # Recurrent layers have a state for each sequence, not keys and values for each token, and
+        # vLLM could cache this state only at few positions of a prompt: no prefix caching.
         "enable_prefix_caching": not is_recurrent,
         # Logprobs at the temperature, as the policy's are.
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": device == "cuda",
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
-        # Triton's kernels take the experts' matrices as they are, so that each row can be compared
-        # and copied; others shuffle them. It has no effect on a CPU or without experts.
+        # The kernels for an MoE's experts. Triton's leave the matrices as they are, so that each
+        # row can be compared and copied; other kernels reorder them. The option has no effect on a
+        # CPU or for a dense model.
         "moe_backend": "triton" if device == "cuda" else "auto",
     }
     if model.router_replay and device == "cuda" and not is_recurrent:
@@ -253,7 +255,8 @@ def _load_without_torchvision(architectures: Sequence[str]) -> None:
 
 
 def _lora_options(path: str, lora: LoraConfig) -> dict[str, Any]:
-    """Returns vLLM's options for one adapter, on the layers that get an adapter."""
+    """Returns the options with which vLLM keeps room for one LoRA adapter, on the layers that get
+    one."""
     from vllm.engine.arg_utils import EngineArgs
 
     options = {
@@ -316,6 +319,7 @@ def _name_shared_memory_after_job(attempt: int) -> None:
 
     @functools.wraps(original)
     def distributed_args(self: Any) -> Any:
+        """Calls vLLM's function, and puts this job into the init method that it returns."""
         method, rank, local_rank = original(self)
         # Once torch.distributed is initialised, vLLM uses the init method for nothing else.
         if dist.is_initialized():
@@ -465,7 +469,8 @@ def end_engines() -> None:
 
 
 class SleepCheck:
-    """Warns if the memory that is in use after the engine's sleep grows over the run."""
+    """Warns if the memory that is in use after the engine's sleep grows over the run, as it does if
+    something leaks."""
 
     def __init__(self, device: torch.device, growth_bytes: int = 0) -> None:
         """`growth_bytes` is the growth to warn of. 0 stands for 5 % of the device, and at least
@@ -476,8 +481,8 @@ class SleepCheck:
         self._warned_at = 0
 
     def check(self, earlier: MemoryUse, after: MemoryUse, held_bytes: int) -> dict[str, float]:
-        """Warns if a sleep leaves too much memory in use, and again for each further growth as
-        large.
+        """Warns if the memory that a sleep leaves in use has grown by more than `growth_bytes`, and
+        again after each further growth of this size.
 
         `earlier` and `after` are the memory before and after the sleep. `held_bytes` is the memory
         of policy, reference and optimizer (HostOffload.held_bytes), which may grow: the first

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from grpo_spmd.model.families.build import SavedLayout
 
-Product = Callable[[Tensor], Tensor]  # with a vector
+# Multiplies the weight of an engine's layer with a vector, by the layer's own kernel: a packed
+# weight cannot be read in any other way.
+Product = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,11 @@ class EngineTensor:
     parts: tuple[TensorPart, ...]
     """The HF rows in the parameter, top to bottom."""
     values: Tensor | None
-    """The parameter [rows, columns] if its layout is plain, else None."""
+    """The parameter [rows, columns]. None if vLLM has packed it (stored its values in the order in
+    which a kernel reads them)."""
     product: Product | None = None
-    """The product with a vector, [columns] -> [rows], if the weights are packed."""
+    """Returns the product of a packed weight with a vector, [columns] -> [rows]. None if the
+    parameter is not packed."""
     column_slice: int = 0
     """Index of the slice of the HF tensor's columns, of `num_column_slices` equal ones."""
     num_column_slices: int = 1
@@ -79,10 +83,11 @@ class _Rows(NamedTuple):
 def engine_tensors(
     model: nn.Module, hf_names: Collection[str], saved: SavedLayout
 ) -> list[EngineTensor]:
-    """Returns what each parameter of this rank's engine holds, alike in number on all ranks.
+    """Returns a description of each parameter of this rank's engine: which HF rows it holds.
 
-    `hf_names` are the policy's parameters, `saved` those that checkpoints have under other names.
-    Some of vLLM's classes rename them, or split what is fused in HF (GLM4)."""
+    All ranks return equally many. `hf_names` are the names of the policy's parameters; `saved` has
+    those that checkpoints store under other names. Some of vLLM's model classes rename parameters,
+    or split a tensor that is fused in HF (GLM4)."""
     renamed = _hf_names_by_engine_name(model, hf_names, saved)
     experts = _experts_by_layer(hf_names)
     tensors: list[EngineTensor] = []
@@ -104,8 +109,8 @@ def engine_tensors(
 def _hf_names_by_engine_name(
     model: Any, hf_names: Collection[str], saved: SavedLayout
 ) -> dict[str, str]:
-    """Returns the HF name for each name that vLLM's model has for it."""
-    # Granite-MoE's class for causal LM leaves it to the decoder inside.
+    """Returns the HF name of each parameter, by the name that vLLM's model has for it."""
+    # In Granite-MoE's class the decoder inside has the mapper, not the causal LM.
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
         mapper = getattr(getattr(model, "model", None), "hf_to_vllm_mapper", None)
@@ -125,7 +130,10 @@ def _hf_names_by_engine_name(
 def _rename_parts(
     engine_name: str, tensor_parts: tuple[TensorPart, ...], hf_names: Mapping[str, str]
 ) -> tuple[TensorPart, ...]:
-    """Returns the parts under HF's names. HF may have one fused tensor for them (gate_up_proj)."""
+    """Returns the parts of an engine parameter with their names replaced by HF's.
+
+    `hf_names` has HF's name by vLLM's. If HF has one fused tensor for the whole parameter (such as
+    gate_up_proj), the parts become rows of that tensor."""
     fused = hf_names.get(engine_name)
     if fused is None or any(tensor_part.name in hf_names for tensor_part in tensor_parts):
         return tuple(
@@ -136,7 +144,9 @@ def _rename_parts(
 
 
 def _parts_of_one(name: str, tensor_parts: Sequence[TensorPart]) -> tuple[TensorPart, ...]:
-    """Returns the same rows in the one HF tensor `name`, which has those of all parts in turn."""
+    """Returns the same parts as rows of the single HF tensor `name`.
+
+    This tensor has the HF tensors of the parts one below the other, in this order."""
     tops = list(accumulate((part.num_hf_rows for part in tensor_parts), initial=0))
     return tuple(
         replace(tensor_part, name=name, num_hf_rows=tops[-1], hf_start=top + tensor_part.hf_start)
@@ -145,7 +155,8 @@ def _parts_of_one(name: str, tensor_parts: Sequence[TensorPart]) -> tuple[Tensor
 
 
 def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor]:
-    """Returns a description of each parameter that the layer itself has."""
+    """Returns a description of each parameter of the layer itself, without those of its
+    submodules. `path` is the layer's name in vLLM's `model`."""
     from vllm.model_executor.layers.linear import LinearBase
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -153,7 +164,8 @@ def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
         return _linear_tensors(path, layer, model)
     if isinstance(layer, VocabParallelEmbedding):
         return _vocabulary_tensors(path, layer, model)
-    # A gated delta net has numbers of its heads, split over the ranks.
+    # A gated delta net (a recurrent layer) has parameters with one number for each head, which are
+    # split over the ranks. A layer without tp_rank has its parameters whole on each rank.
     rank, num_ranks = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
     return [
         EngineTensor(name, fused_rows([name], [(len(rows), len(rows) * num_ranks, rank)]), rows)
@@ -162,7 +174,8 @@ def _layer_tensors(path: str, layer: nn.Module, model: Any) -> list[EngineTensor
 
 
 def _linear_rows(layer: Any) -> list[_Rows]:
-    """Returns which rows of HF's layers this rank holds, top to bottom."""
+    """Returns which rows of HF's linear layers this rank holds in vLLM's `layer`, top to bottom:
+    one entry for each HF layer that is fused in it."""
     from vllm.model_executor.layers import linear
 
     if isinstance(layer, linear.QKVParallelLinear):
@@ -192,7 +205,8 @@ def _convolution_rows(layer: Any, parent: Any) -> list[_Rows]:
 
 
 def _linear_tensors(path: str, layer: Any, model: Any) -> list[EngineTensor]:
-    """Returns the weight and the bias of a linear layer: this rank's slices of HF's layers."""
+    """Returns descriptions of the weight and, if there is one, the bias of a linear layer, with the
+    rows of HF's layers that this rank holds."""
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     parent_path, _, leaf = path.rpartition(".")
@@ -308,9 +322,11 @@ def _experts_tensors(path: str, layer: Any, names: Mapping[str, str]) -> list[En
 
 
 def _experts_product(layer: Any) -> Product:
-    """Returns what each expert alone computes of a vector, [hidden] -> [experts * hidden]."""
+    """Returns a function that gives one vector to each expert of the layer, and returns their
+    outputs one after the other, [hidden] -> [experts * hidden]."""
 
     def product(vector: Tensor) -> Tensor:
+        """Runs vLLM's kernel for experts on a batch with one token for each expert."""
         num_experts = layer.moe_config.num_experts
         # Each row of the input goes to one expert, with the weight 1.
         experts = torch.arange(num_experts, dtype=torch.int32, device=layer.w2_weight.device)
@@ -328,7 +344,8 @@ def _experts_product(layer: Any) -> Product:
 
 
 def adapter_tensors(model: Any, rank: int, layers: Collection[str]) -> list[EngineTensor]:
-    """Returns the adapters A and B of these HF layers in vLLM's, split as the weights are.
+    """Returns descriptions of the LoRA matrices A and B of the HF `layers` in vLLM's layers, which
+    split them over the ranks as they split the weights.
 
     `rank` is the rank of the adapters, which may be less than the room that vLLM keeps."""
     from vllm.model_executor.layers.linear import LinearBase
@@ -393,9 +410,11 @@ def fused_rows(
 
 
 def _convolution_product(layer: Any) -> Product:
-    """Returns what a packed convolution's channels make of a vector, [width] -> [channels]."""
+    """Returns the Product of a packed depthwise convolution: each channel's weights times the
+    vector, [width] -> [channels]."""
 
     def product(vector: Tensor) -> Tensor:
+        """Runs vLLM's kernel on one sequence, and returns the output at its last token."""
         from vllm._custom_ops import causal_conv1d_fwd_cpu
 
         channels, width = layer._cpu_unpacked_conv_weight.shape
@@ -417,7 +436,8 @@ def _convolution_product(layer: Any) -> Product:
 
 
 def _product(layer: Any) -> Product:
-    """Returns the product of the layer's weight with a vector, without bias or sum over ranks."""
+    """Returns a function that multiplies the layer's weight with a vector by the layer's own
+    kernel, without the bias and without a sum over the ranks of the engine."""
     # GLM4-MoE's routers are float32 in a bfloat16 engine too.
     return lambda vector: layer.quant_method.apply(
         layer, vector.to(next(layer.parameters()))[None], None

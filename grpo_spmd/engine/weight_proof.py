@@ -170,8 +170,8 @@ def _expected_shards(policy: Policy, engine: RolloutEngine) -> dict[str, Shard]:
 
 
 def fits(tensor: EngineTensor, parameters: Mapping[str, Tensor]) -> bool:
-    """Returns True if `parameters` has all HF tensors from which the engine tensor is made, and
-    their numbers of rows and columns are those that the engine tensor implies."""
+    """Returns True if the layout of the engine tensor is known: `parameters` has all HF tensors
+    from which it is made, with the numbers of rows and columns that it implies."""
     if not all(
         tensor_part.name in parameters
         and num_rows(parameters[tensor_part.name].shape) == tensor_part.num_hf_rows
@@ -276,7 +276,7 @@ def _gather_fingerprints(
     `activation` is the activation function of the model's experts."""
 
     def fingerprints_of(view: _View) -> Tensor:
-        """Returns the fingerprints [rows, slices] of this rank's rows."""
+        """Returns the fingerprints [rows, slices] of this rank's rows of the view's tensor."""
         rows = shards[view.name].local_rows()
         source = shards[view.gate_up or view.name]
         columns = num_columns(source.parameter.shape)
@@ -300,6 +300,7 @@ def _gather_fingerprints(
         return torch.cat([torch.empty(shape, dtype=torch.int64, device=rows.device), *results])
 
     def local_fingerprints() -> Iterator[tuple[DTensor, Tensor]]:
+        """Yields for each view (parameter, fingerprints of this rank's rows), for `gather_rows`."""
         for view in views:
             parameter = shards[view.name].parameter
             # `gather_rows` takes one row for each index of the parameter's first dimension. Such a

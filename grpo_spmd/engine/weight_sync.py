@@ -228,10 +228,10 @@ def gather_tensors(
 ) -> Generator[tuple[str, Tensor], None, None]:
     """Collective. Yields (HF name, full tensor in `dtype`) of `shards`, one after the other.
 
-    Every rank must draw all tensors, in step with the other ranks. vLLM keeps them until a layer is
-    complete. They are therefore new tensors, never views of the buckets, which are overwritten, or
-    (but for those in `copied_at_once`) of the parameters. The caller should drop a tensor before it
-    draws the next one. The sent bytes and the collectives are added to `stats`.
+    Every rank must draw all tensors, in step with the other ranks. vLLM keeps a tensor until its
+    layer is complete. So each is a new tensor, never a view of a bucket, which is overwritten, or
+    of a parameter (except for the names in `copied_at_once`). The caller should drop a tensor
+    before it draws the next one. The sent bytes and the collectives are added to `stats`.
 
     Each rank's shards of all parameters, cast to `dtype` and laid end to end, form one long row.
     The rows are all-gathered over the ranks of a replica in buckets of at most `bucket_bytes`,
@@ -351,6 +351,7 @@ class _ShardRow:
     Shards are computed one at a time, as `fill` reads the row from start to end."""
 
     def __init__(self, shards: Iterable[Shard], widths: list[int]) -> None:
+        """`widths` has the number of elements of each shard in the row, with its padding."""
         self._shards = zip(shards, widths, strict=True)
         # The values of the current shard that were not written yet.
         self._unread = torch.empty(0)

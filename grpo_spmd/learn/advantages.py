@@ -117,9 +117,10 @@ def credited_tokens(
 ) -> Sequence[Credit]:
     """Returns, for each completion of a group, one advantage for all its tokens or one for each.
 
-    `discount` is `environment.discount`. None: all tokens of a completion have its advantage. With
-    the estimator "gae", `advantages` are still rewards (see compute_advantages), and the result is
-    the reward of each token. `slope` is as in `turn_advantages`."""
+    `discount` is `environment.discount`. None: all tokens of a completion have the completion's
+    advantage. Otherwise the tokens of each turn have the turn's. With the estimator "gae",
+    `advantages` are still rewards (see compute_advantages), and the result is the reward of each
+    token. `slope` is as in `turn_advantages`."""
     if estimator == "gae":
         pairs = zip(advantages, completions, strict=True)
         return [token_rewards(reward, c, by_turn=discount is not None) for reward, c in pairs]
@@ -178,11 +179,11 @@ def returns_to_go(episode: Episode, discount: float) -> list[float]:
 
 
 def token_rewards(reward: float, completion: Completion, by_turn: bool) -> Array:
-    """Returns the reward of each sampled token, for gae. The rewards of the tokens add up to
-    `reward`, that of the rollout.
+    """Returns the reward of each sampled token, for the estimator "gae". The rewards of the tokens
+    add up to `reward`, the reward of the whole rollout.
 
-    All of it is given at the rollout's last token. With `by_turn`, each turn's reward is given at
-    the turn's last token, and what is left of `reward` at the rollout's last token."""
+    The last token of the rollout gets all of it. With `by_turn`, the last token of each turn gets
+    the turn's reward, and the last token of the rollout gets what is left of `reward`."""
     rewards = np.zeros(len(completion.token_ids))
     end = 0
     for turn in completion.episode.turns if by_turn and completion.episode is not None else ():

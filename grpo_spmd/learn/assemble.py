@@ -79,9 +79,11 @@ def assemble_batch(sampled: SampledStep, session: Session) -> tuple[RolloutBatch
 
 
 def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
-    """Returns every 16th rollout of these rows if it has routes, to compare the policy's own routes
-    with the engine's. The sample has at most as many tokens as the longest row, so that it fits in
-    one forward pass."""
+    """Returns a sample of the rollouts in `rows`, to compare the policy's own routes (the experts
+    that an MoE's routers choose) with the engine's.
+
+    It has every 16th rollout, if that has routes. It has at most as many tokens as the longest row,
+    so that it fits in one forward pass."""
     room = max((sum(rollout.num_tokens for rollout in row) for row in rows), default=0)
     sample = []
     for rollout in list(chain.from_iterable(rows))[::ROUTES_SAMPLED_EVERY]:
@@ -92,7 +94,8 @@ def _sample_routed(rows: Sequence[Sequence[Rollout]]) -> list[Rollout]:
 
 
 def _sampled_rollouts(sampled: SampledStep, decision: Decision) -> Iterator[Rollout]:
-    """Yields the rollouts that this rank sampled and some rank trains on."""
+    """Yields those rollouts that this rank sampled and that some rank trains on, with advantages
+    and loss masks by rank 0's `decision`."""
     for number, group in enumerate(sampled.groups):
         rollout_ids = decision.rollout_ids(group)
         if not rollout_ids:
@@ -122,10 +125,12 @@ def episode_rollout(
     segments: Sequence[Segment],
     logprobs: Any,
 ) -> Rollout:
-    """Returns the rollout of an episode with these segments, or of a completion as one segment.
+    """Returns a Rollout made of `segments`: those of an episode (each one token sequence of prompt,
+    sampled and environment tokens), or the only one of a completion without an episode.
 
-    Its prompt is what the first segment has before its first sampled token; its completion is the
-    sampled tokens of all segments. `logprobs` are the engine's for these."""
+    The rollout's prompt is what the first segment has before its first sampled token. Its
+    completion is the sampled tokens of all segments, for which `logprobs` has the engine's
+    logprobs."""
     # If nothing was sampled, the whole segment is the prompt.
     num_prompt_tokens = int(np.append(segments[0].sampled, True).argmax())
     return Rollout(
@@ -197,7 +202,7 @@ class _SentRollout(msgspec.Struct, array_like=True):
 
     rollout_id: int
     advantages: float | bytes
-    """One number for all tokens, or float64 of each."""
+    """One number for all tokens, or the bytes of a float64 for each token."""
     in_loss: bool
     logprobs: bytes
     """float32, as in a MicroBatch."""
@@ -209,8 +214,10 @@ class _SentRollout(msgspec.Struct, array_like=True):
 
 
 def encode_rollouts(rollouts: Iterable[Rollout]) -> bytes:
-    """Returns rollouts as bytes, to be sent from the rank that sampled them to the rank that trains
-    on them. The loss mask of a rollout must be one bool for all its tokens."""
+    """Returns rollouts as bytes, to send them from the rank that sampled them to the rank that
+    trains on them.
+
+    The loss mask of a rollout must be one bool for all its tokens."""
     sent = [
         _SentRollout(
             rollout.rollout_id,
@@ -263,12 +270,13 @@ def pack_rollouts(
     *,
     shares_prefixes: bool = False,
 ) -> MicroBatch:
-    """Returns one row of rollouts as a micro-batch without padding. With `shares_prefixes` it has a
-    tree, if its sequences share a prefix.
+    """Returns one row of rollouts, end to end without padding, as a micro-batch on `device`.
 
-    A row without any completion token is replaced by a placeholder of two tokens that do not count
-    in the loss, so that this rank makes as many passes as the others. If `num_slices` ranks share
-    the row, one more sequence, in which nothing is predicted, makes its length divisible by that.
+    With `shares_prefixes` it has a tree (PrefixTree), in which common prefixes of its sequences are
+    read once, if there are any. A row without any completion token is replaced by a placeholder of
+    two tokens that do not count in the loss, so that this rank makes as many passes as the others.
+    If `num_slices` ranks share the row (sequence parallelism), one more sequence, in which nothing
+    is predicted, makes the row's length divisible by their number.
     """
     ids_with_tokens = [rollout.rollout_id for rollout in rollouts if len(rollout.completion_ids)]
     # The backward pass needs at least one logprob to start from.
@@ -295,10 +303,12 @@ def pack_rollouts(
     predicted_in = (completion_positions - 1) // slice_tokens
 
     def on_device(values: npt.NDArray[Any]) -> Tensor:
+        """Returns an array as a tensor on the device."""
         return copy_to_device(torch.from_numpy(values), device)
 
     def per_token(values: Sequence[float | npt.NDArray[Any]], dtype: type[np.generic]) -> Tensor:
-        # `values` has, for each rollout, one number for all its tokens or an array of one for each.
+        """Returns one value for each completion token of the row, on the device. `values` has, for
+        each rollout, one number for all its tokens or an array with one for each."""
         columns = zip(num_completion, values, strict=True)
         return on_device(np.concatenate([np.full(n, value, dtype) for n, value in columns]))
 
@@ -328,12 +338,13 @@ def pack_rollouts(
 
 
 def _pack_routes(contexts: Sequence[Segment], device: torch.device) -> RowRoutes | None:
-    """Returns the routes that the policy replays for the tokens of a row, or None if the engine
-    recorded none."""
+    """Returns the routes of the tokens of a row, the experts that the engine's routers chose, which
+    the policy's routers replay. Returns None if the engine recorded none."""
     recorded = [context.routes for context in contexts if context.routes is not None]
     if not recorded:
         return None
-    # Where no routes were recorded any experts will do: no sampled token is predicted there.
+    # A token without recorded routes gets the first k experts: nothing that was sampled is
+    # predicted from its hidden state, so that it does not matter which ones it gets.
     anywhere = np.broadcast_to(np.arange(recorded[0].shape[2]), (1, *recorded[0].shape[1:]))
     blocks = []
     is_recorded = []

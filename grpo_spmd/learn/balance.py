@@ -3,7 +3,8 @@
 A row is the rollouts of one micro-batch. All functions are pure: they take token counts and costs,
 and return a BatchPlan. A mini-batch is planned in three steps: `_deal` deals its rollouts to rows,
 `_level` exchanges rollouts between the rows that the ranks will run at the same time, and
-`fill_rows` decides which rank gets which of them.
+`fill_rows` decides which rank gets which of them. Rollouts that share a prefix may be dealt
+together, as a bundle, whose prefix the policy then reads once (prefix_tree.py).
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ _MAX_PARTNERS = 16
 # A shorter prefix of a group is not counted as shared. Where prompts begin alike, as after a chat
 # template, prefix_tree.py leaves up to 7 tokens of the rest of a prompt unshared.
 _MIN_PREFIX_TOKENS = 16
-# Attention has the keys of a shared prefix once for each branch, so that a row of few tokens could
-# have any number of keys. This many, beyond the row's tokens, count as one token. For a key one
-# layer at a time holds key, value, their gradients and float32 sums: 33 kB in an 8B model with 8 of
-# 32 heads for keys, 64 kB in a 7B model with as many as queries. For a token, even where layers are
-# recomputed, all layers hold their input, and one layer its activations: 390 kB. SDPA keeps
-# keys and values where layers are not recomputed: at most two hidden states a layer, where a token
-# has 16 and more. So a row that shares takes no more memory than a full one that does not. What
-# the tree leaves unshared is less than these keys count.
+# Attention needs a copy of the keys of a shared prefix for each branch, so that a row of few tokens
+# could have any number of keys. In a row's token budget, this many keys beyond the row's tokens
+# count as one token. The reason is memory. A key takes, in one layer at a time, its key, value,
+# their gradients and float32 sums: 33 kB in an 8B model with 8 KV heads for 32 heads, 64 kB in a 7B
+# model with as many KV heads as heads. A token takes 390 kB even with recomputation: the inputs of
+# all layers, and the activations of one. Without recomputation SDPA keeps keys and values, at most
+# two hidden states a layer, where a token has 16 and more. So a row that shares prefixes takes no
+# more memory than a full row that does not. What the tree leaves unshared is less than these keys
+# count.
 _KEYS_PER_TOKEN = 6
 # A plan that shares prefixes must be counted cheaper by this factor.
 _SHARING_OVERHEAD = 1.05
@@ -111,28 +113,32 @@ class StepTokens:
     tokens: Ints
     """[B] Prompt and completion."""
     tree_tokens: Ints
-    """[B] The same with each prefix that the contexts of an episode share once."""
+    """[B] The same, but a prefix that several contexts of an episode share counts once."""
     prefix_tokens: Ints
-    """[P] The tokens with which all contexts of a group begin."""
+    """[P] For each group, the length of the prefix that all contexts of the group share."""
 
 
 class StepPlan(NamedTuple):
-    """A plan of a step, and what is counted of it."""
+    """A plan of a step, and its metrics."""
 
     plan: BatchPlan
     shares_prefixes: bool
+    """True if rows read a prefix that their rollouts share only once."""
     metrics: dict[str, float]
     """The results of `plan_metrics`."""
 
 
 class _Bundles(NamedTuple):
-    """Runs of consecutive rollouts that are dealt as one."""
+    """Bundles: runs of consecutive rollouts of a group that go to the same row, so that a prefix
+    that they share is read once. All arrays are by bundle."""
 
     starts: Ints
     """The first rollout of each bundle."""
     tokens: Ints
+    """The tokens that the policy reads, a shared prefix once."""
     budget_tokens: Ints
-    """The tokens of which a row has at most `max_tokens`: these, and a part of the keys."""
+    """What the bundle takes of a row's `max_tokens`: its tokens, and a part of its further keys
+    (_KEYS_PER_TOKEN)."""
     costs: Floats
 
 
@@ -145,12 +151,15 @@ def plan_step(
     mini_batch_sizes: Sequence[int],
     max_tokens: int,
 ) -> StepPlan:
-    """Returns the cheapest plan of a step, of those that share prefixes and, unless
-    `share_prefixes` is true, the one that does not. `cost_ratio` is that of `attention_cost_ratio`.
+    """Returns the cheapest of several plans of a step.
 
-    To share, bundles are dealt to the rows in place of rollouts: consecutive rollouts of a group,
-    with their prefix once. Large bundles have fewer tokens, small ones are easier to balance, so
-    that whole groups, halves, quarters and so on are tried."""
+    If `share_prefixes` is False, or nothing is shared, the only plan is the one without sharing.
+    True: only plans that share prefixes are compared; "auto": both kinds. `cost_ratio` is that of
+    `attention_cost_ratio`.
+
+    A plan that shares prefixes deals bundles to the rows in place of rollouts: consecutive rollouts
+    of a group, with their prefix once. Large bundles have fewer tokens in all, small ones are
+    easier to balance, so whole groups, halves, quarters and so on are tried."""
     num_rollouts = len(step.tokens)
     # Without sharing each rollout is a bundle, with all of its tokens.
     plain_costs = step.tokens + cost_ratio * step.tokens * step.tokens
@@ -169,7 +178,8 @@ def plan_step(
     for bundles in candidates:
         # Gathering the keys of a shared prefix takes time that the FLOPs do not count.
         overhead = 1.0 if bundles is plain else _SHARING_OVERHEAD
-        # No plan is better than an even one. Planning a large step takes rank 0 a while.
+        # No plan can be better than one with equal costs on all ranks. If even that would not be
+        # the cheapest, do not make the plan: for a large step it takes rank 0 a while.
         if overhead * bundles.costs.sum() / num_ranks >= best_cost:
             continue
         # A mini-batch begins with a group, and so with a bundle.
@@ -194,8 +204,9 @@ def plan_step(
 
 
 def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> _Bundles:
-    """Returns bundles of at most `size` rollouts of a group, halved until they have at most
-    `max_tokens` tokens, with those that their keys count."""
+    """Returns a step's bundles of at most `size` rollouts of a group.
+
+    A bundle whose budget tokens (_Bundles) exceed `max_tokens` is halved until they do not."""
     num_rollouts = len(step.tokens)
     group_size = num_rollouts // len(step.prefix_tokens)
     prefix = np.where(step.prefix_tokens >= _MIN_PREFIX_TOKENS, step.prefix_tokens, 0)
@@ -220,7 +231,8 @@ def _bundle(step: StepTokens, cost_ratio: float, size: int, max_tokens: int) -> 
 
 
 def _unbundle(plan: BatchPlan, starts: Ints, sizes: Ints) -> BatchPlan:
-    """Returns a plan of bundles as one of their rollouts."""
+    """Returns the plan of rollouts that a plan of bundles stands for: each bundle is replaced by
+    its rollouts, `sizes[i]` ones from `starts[i]` on."""
     ids = [np.arange(starts[i], starts[i] + sizes[i], dtype=np.int32) for i in plan.ids]
     lengths = [row_sizes.astype(np.int32) for row_sizes in _row_sums(plan, sizes)]
     return BatchPlan(np.concatenate(ids), lengths)
@@ -267,8 +279,9 @@ def _slowest_cost(plan: BatchPlan, costs: Floats) -> float:
 
 
 def _row_sums(plan: BatchPlan, values: Array) -> Iterator[Array]:
-    """Yields the sums of `values` over the items of each row, [ranks, rows of a rank], for each
-    mini-batch. `values` are in the order of the items that the plan deals."""
+    """Yields for each mini-batch the sum of `values` over each row, [ranks, rows of a rank].
+
+    `values` has one number for each rollout (or bundle) that the plan deals, by its id."""
     for ids, lengths in plan.blocks():
         row_of = np.repeat(np.arange(lengths.size), lengths.ravel())
         # bincount adds values in their order, as Python's sum does; np.sum adds them pairwise.
@@ -283,8 +296,8 @@ def fill_rows(costs: Floats, tokens: Ints, num_ranks: int, max_tokens: int) -> t
     """Returns the indices of the rollouts, row after row with the rows of rank 0 first, and the
     lengths [ranks, rows per rank] of the rows.
 
-    While rows are levelled, a rollout is represented by its item: its number in the order of cost,
-    where 1 is the cheapest. Items are Python objects only as long as their row is levelled;
+    While the costs of rows are levelled, a rollout is represented by an "item": its number in the
+    order of cost, where 1 is the cheapest. Items are Python ints only while their row is levelled;
     otherwise they would take hundreds of bytes per rollout, and the garbage collector would visit
     all of them.
     """
@@ -374,7 +387,8 @@ def _deal(
 
 @dataclass(frozen=True)
 class _ItemTable:
-    """The costs and tokens of the items."""
+    """The costs and tokens of the items, the numbers that stand for rollouts while rows are
+    levelled (`fill_rows`)."""
 
     cost_of: Sequence[float]
     """Costs by item; 0 for _NO_ITEM."""
@@ -386,7 +400,8 @@ class _ItemTable:
 
 @dataclass(slots=True)
 class _Row:
-    """A row of items. Its cost and number of tokens change when it takes part in an exchange."""
+    """A row while it is levelled, with the items of its rollouts. Its items, cost and number of
+    tokens change when it exchanges an item with another row."""
 
     cost: float
     tokens: int

@@ -1,8 +1,9 @@
 """The contexts of a rollout: the token sequences that the policy read when it sampled.
 
-A completion has one context, prompt and completion. An episode has one per segment: turns that
-share a prefix are one segment. A stretch is a run of tokens of a segment that were all sampled by
-the policy, or all given by the prompt or the environment. No torch here.
+A completion has one context: its prompt, then the completion. An episode has one context for each
+segment: a segment is some of its turns, where each later turn's prompt begins with the prompt and
+completion of the turn before. A stretch is a run of tokens of a segment that were all sampled by
+the policy, or all given by the prompt or the environment. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ def completion_turns(completion: Completion) -> list[tuple[list[int], str]]:
 
 
 def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None:
-    """Returns the reason why a completion with these sampled tokens cannot have this episode, or
-    None if it can."""
+    """Returns the reason why a completion with the sampled tokens `token_ids` cannot have this
+    episode, as a half sentence for a message. None if the two are consistent."""
     if episode.status not in EPISODE_STATUSES:
         return f"its status is {episode.status!r:.80}"
     if episode.status in FAILED_STATUSES and (episode.segments or episode.turns or token_ids):
@@ -102,8 +103,10 @@ def find_episode_error(token_ids: Sequence[int], episode: Episode) -> str | None
 def read_routes(
     content: bytes | memoryview, num_tokens: int, shape: tuple[int, int]
 ) -> Routes | None:
-    """Returns the routes [num_tokens, layers, k] whose array has these bytes, or None if it is
-    empty. `shape` is (layers, k); the width of the integers follows from the number of bytes."""
+    """Returns the routes [num_tokens, layers, k] that `content` holds as bytes, or None if it is
+    empty. Routes are the k experts that the router of each MoE layer chose for each token.
+
+    `shape` is (layers, k); the width of the integers follows from the number of bytes."""
     size = num_tokens * math.prod(shape)
     if not size or not len(content):
         return None
@@ -114,10 +117,10 @@ def read_routes(
 def extend_routes(earlier: Routes | None, later: Routes | None) -> Routes | None:
     """Returns the routes (the experts that a model's routers chose, by token) of a whole context.
 
-    `later` are those of the context after one more turn, all its tokens; `earlier` those of the
-    context before, or None in its first turn. A token keeps the routes of the engine's first pass
-    over it, with which the next token was sampled: if its keys and values were evicted from the
-    cache and it was prefilled again, the new routes are ignored."""
+    `later` has the routes of all tokens of the context after one more turn. `earlier` has the
+    routes of the context before that turn; it is None in the first turn. A token keeps the routes
+    of the engine's first pass over it, with which the next token was sampled: if its keys and
+    values were evicted from the cache and it was prefilled again, the new routes are ignored."""
     if earlier is None or later is None:
         return later
     return np.concatenate([earlier, later[len(earlier) :]])
@@ -128,9 +131,10 @@ def shorten_segments(
 ) -> tuple[Segment, ...]:
     """Returns the segments with fewer tokens, for a check that looks at few tokens.
 
-    A given stretch keeps its first token and its last ones, at most `max_given` together. A sampled
-    stretch keeps its first tokens, at most `max_stretch`. All sampled stretches together keep at
-    most `max_sampled`.
+    A stretch is a run of tokens that were all given (by the prompt or the environment) or all
+    sampled (by the policy). A given stretch keeps its first token and its last ones, at most
+    `max_given` together. A sampled stretch keeps at most its first `max_stretch` tokens. All
+    sampled stretches together keep at most `max_sampled` tokens.
     """
     short: list[Segment] = []
     num_left = max_sampled
@@ -171,8 +175,8 @@ class RowContext:
     tokens: npt.NDArray[np.int64]
     """[n] Indices of the same tokens among the completion tokens of the row."""
     routes: Routes | None = None
-    """The routes of all tokens of the sequence; those of the last one mean nothing. None: the row
-    has no routes."""
+    """The routes of all tokens of the sequence (the experts that an MoE's routers chose); those of
+    the last token mean nothing. None: the row has no routes."""
 
 
 def row_contexts(row: MicroBatch) -> list[RowContext]:

@@ -1,5 +1,5 @@
-"""The losses, as pure functions: logprobs, masks, advantages and denominators in; a scalar and the
-numbers for the metrics out.
+"""The losses as pure functions of logprobs, masks, advantages and denominators. They return a
+scalar and the numbers for the metrics.
 
 Every loss is a weighted sum over tokens. The weights (`aggregation_weights`) contain the
 denominators, which count over the whole mini-batch on all ranks: the parts of micro-batches add up
@@ -29,20 +29,23 @@ Index = Int[Tensor, " C"]
 # Log ratios d are binned by asinh(d / _HIST_SCALE): even steps of 5 % above the scale, steps of
 # 5e-5 nats below it.
 _HIST_SCALE, _HIST_LIMIT, _HIST_BINS = 1e-3, 10.0, 401
-# The metrics from which proofs/logprob_check.py computes the tilt; see mismatch_sums.
+# The metrics from which proofs/logprob_check.py computes the tilt: the slope of (the policy's
+# logprob - the engine's) over (logprob + entropy) of the tokens; see mismatch_sums.
 TILT_SUMS = ("tilt_products", "tilt_squares", "tilt_squared_products")
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The tokens of one micro-batch, as the policy loss needs them."""
+    """The inputs of the policy loss for one micro-batch: one value for each of its C completion
+    tokens in every field."""
 
     logprobs: PerToken
-    """The logprobs of the policy that trains, with their graph."""
+    """The logprobs of the policy that trains, with their autograd graph."""
     entropy: PerToken
-    """The entropies of the policy's distributions, with their graph."""
+    """The entropies of the policy's distributions, with their autograd graph."""
     old_logprobs: PerToken
-    """The policy's logprobs before the update, without a graph."""
+    """The logprobs of the policy before the update, without a graph. With `loss.old_logprobs:
+    engine` they are the engine's."""
     ref_logprobs: PerToken | None
     """The reference's logprobs. None: the loss has no KL term."""
     advantages: PerToken
@@ -72,6 +75,7 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
     zero = torch.zeros((), dtype=inputs.logprobs.dtype, device=mask.device)
 
     def counted(values: PerToken) -> PerToken:
+        """Returns the values with 0 in place of those of masked tokens."""
         return torch.where(mask, values, zero)
 
     logprobs = counted(inputs.logprobs)
@@ -120,7 +124,7 @@ def policy_loss(inputs: LossInputs, options: LossConfig) -> tuple[Float[Tensor, 
 def _policy_terms(
     logprobs: PerToken, log_ratio: PerToken, advantages: PerToken, options: LossConfig
 ) -> tuple[PerToken, Mask]:
-    """Returns (the policy's term of each token, a mask of the clipped tokens)."""
+    """Returns (the policy term of the loss at each token, a mask of the clipped tokens)."""
     # A ratio beyond e^20 can only be a fault. Without the clamp exp may overflow, and its gradient
     # would be inf * 0 = NaN.
     ratio = torch.exp(log_ratio.clamp(-20.0, 20.0))
@@ -129,7 +133,7 @@ def _policy_terms(
         return -advantages * clipped_ratio.detach() * logprobs, clipped_ratio != ratio
     per_token = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
     if options.dual_clip is not None:
-        # With a negative advantage the term would grow with the ratio without bound.
+        # Dual clip: with a negative advantage the term would grow with the ratio without bound.
         bounded = torch.minimum(per_token, -advantages * options.dual_clip)
         per_token = torch.where(advantages < 0, bounded, per_token)
     return per_token, per_token != -advantages * ratio
@@ -175,8 +179,8 @@ def rollout_correction(
     mask: Mask,
     index: Index,
 ) -> PerToken | None:
-    """Returns importance weights for tokens that the engine sampled and the policy trains on,
-    without a graph; None for mode "none".
+    """Returns importance weights, without a graph, that correct for the difference between the
+    engine that sampled the tokens and the policy that trains on them. None for mode "none".
 
     With r = p(policy before the update) / p(engine) of a token, "token_tis" is min(r, cap)
     (truncated importance sampling, Yao et al. 2025), "sequence_tis" is min(product of r over the
@@ -262,13 +266,15 @@ def ratio_percentiles(histogram: list[float], percents: tuple[int, ...]) -> list
 
 
 def _sequence_sum(values: PerToken, sequence_index: Index) -> PerToken:
-    """Returns the sum over each sequence s at index s of a tensor of C values; the rest is 0."""
+    """Returns a tensor [C] that has the sum of `values` over sequence s at index s, and 0 at the
+    indices beyond the last sequence."""
     # There are at most C sequences; computing their number from the index would wait for the GPU.
     return torch.zeros_like(values).index_add_(0, sequence_index, values)
 
 
 def _sequence_mean(values: PerToken, loss_mask: Mask, sequence_index: Index) -> PerToken:
-    """Returns the mean over the counted tokens of each sequence s, at index s of C values."""
+    """Returns a tensor [C] that has the mean of `values` over the counted tokens of sequence s at
+    index s, and 0 at the indices beyond the last sequence."""
     total = _sequence_sum(torch.where(loss_mask, values, 0.0).double(), sequence_index)
     count = _sequence_sum(loss_mask.double(), sequence_index)
     return (total / count.clamp(min=1)).to(values.dtype)

@@ -1,7 +1,8 @@
 """Finds the prefixes that sequences of a row have in common, so that the models read them once.
 
-Completions of one prompt begin alike, and so do an episode's contexts after a fork. A trie over
-the token ids has each of these prefixes as one node (records.PrefixTree).
+Completions of one prompt begin alike. So do several contexts of one episode that go on differently
+from some turn on. A trie over the token ids has each of these prefixes as one node
+(records.PrefixTree).
 """
 
 from __future__ import annotations
@@ -22,25 +23,25 @@ from grpo_spmd.model.offload import copy_to_device
 from grpo_spmd.records import PrefixTree, RolloutGroup
 
 Ids = npt.NDArray[np.int32]
-# A node costs its own attention call on a CPU, so that a few equal tokens are not worth one: it has
-# this many tokens, and saves that many.
+# On a CPU each node costs an attention call of its own, so that a few shared tokens are not worth a
+# node. A node has at least this many tokens, and sharing it saves at least that many.
 _MIN_NODE_TOKENS = 4
 _MIN_SAVED_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class SharedCounts:
-    """How many tokens the rollouts of a group share."""
+    """The numbers of tokens of a group's rollouts, with and without those that they share."""
 
     tree_tokens: list[int]
-    """For each rollout its tokens, with the group's prefix once, and once what its contexts share
-    after that."""
+    """For each rollout the number of its tokens, where a prefix that several of its contexts share
+    counts once."""
     prefix_tokens: int
     """The number of tokens with which all contexts of the group begin."""
 
 
 def count_shared(group: RolloutGroup) -> SharedCounts:
-    """Returns what the rollouts of a group share."""
+    """Returns how many tokens the rollouts of a group have and share."""
     prompt_ids = group.prompt.token_ids
     completions = group.completions
     if all(completion.episode is None for completion in completions):
@@ -52,7 +53,8 @@ def count_shared(group: RolloutGroup) -> SharedCounts:
     ]
     first = rollouts[0][0]
     prefix = min(_count_common(first, ids) for contexts in rollouts for ids in contexts)
-    # Where the prefix is a node, what is left of a longer one may not be worth a node of its own.
+    # If the group's prefix is a node, what the contexts of a rollout share beyond it may be too
+    # short for a node of its own: so look for nodes only behind the prefix.
     root = prefix if prefix >= _MIN_SAVED_TOKENS else 0
     tries = [_find_nodes([ids[root:] for ids in contexts]) for contexts in rollouts]
     return SharedCounts(
@@ -61,7 +63,8 @@ def count_shared(group: RolloutGroup) -> SharedCounts:
 
 
 def build_tree(sequences: Sequence[Ids], device: torch.device) -> PrefixTree | None:
-    """Returns the tree of a row's sequences, or None if no prefix is worth sharing."""
+    """Returns the PrefixTree of a row's sequences on `device`, or None if no prefix is long enough
+    to be worth sharing."""
     trie = _find_nodes(sequences)
     # Nodes of one shape are neighbours, which attention computes as a batch.
     depths = [node.start for node in trie.nodes]
@@ -84,6 +87,7 @@ def build_tree(sequences: Sequence[Ids], device: torch.device) -> PrefixTree | N
     index = [spans[number_of[old]] for path in trie.sequence_paths for old in path]
 
     def on_device(pieces: Sequence[npt.NDArray[Any]]) -> Tensor:
+        """Returns the concatenated arrays as a tensor on the device."""
         return copy_to_device(torch.from_numpy(np.concatenate(pieces)), device)
 
     return PrefixTree(
@@ -98,10 +102,11 @@ def build_tree(sequences: Sequence[Ids], device: torch.device) -> PrefixTree | N
 
 
 class _Node(NamedTuple):
-    """Tokens `start` to `end` of a sequence, and of all others that have the node."""
+    """A run of tokens that one sequence has or several share, at the positions from `start` to
+    before `end` of each of these sequences."""
 
     sequence: int
-    """The number of the first such sequence."""
+    """The smallest number of a sequence that has the node."""
     start: int
     end: int
     path: tuple[int, ...]
@@ -109,20 +114,26 @@ class _Node(NamedTuple):
 
 
 class _Trie(NamedTuple):
+    """The trie of some token sequences, whose nodes are numbered in the order of `nodes`."""
+
     nodes: list[_Node]
     sequence_paths: list[tuple[int, ...]]
     """For each sequence the numbers of its nodes, from the root on."""
 
 
 def _find_nodes(sequences: Sequence[Ids]) -> _Trie:
-    """Returns the trie of sequences of token ids, int32."""
+    """Returns the trie of sequences of token ids (int32).
+
+    A shared prefix becomes a node if it is long enough (_MIN_NODE_TOKENS, _MIN_SAVED_TOKENS). What
+    is left of a sequence behind its shared nodes is a node of its own."""
     # Sorted by their bytes, sequences with a common prefix are neighbours.
     order = sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
-    # For each place in this order the tokens in common with the sequence before it.
+    # For each place in this order, how many tokens its sequence shares with the one before it.
     common = [0, *(_count_common(sequences[a], sequences[b]) for a, b in pairwise(order))]
     nodes: list[_Node] = []
     sequence_paths: list[tuple[int, ...]] = [()] * len(sequences)
-    # Ranges of the order, with the nodes that their sequences share so far and these nodes' tokens.
+    # Ranges of this order that are left to do: (begin, end, numbers of the nodes that all of their
+    # sequences share so far, number of tokens of these nodes).
     ranges: list[tuple[int, int, tuple[int, ...], int]] = [(0, len(order), (), 0)]
     while ranges:
         begin, end, path, depth = ranges.pop()
@@ -138,7 +149,8 @@ def _find_nodes(sequences: Sequence[Ids]) -> _Trie:
         if number == 1:
             sequence_paths[ids] = path
             continue
-        # Neighbours that have no more than `shared` tokens in common part here.
+        # Cut the range where neighbours have only these `shared` tokens in common. Within each of
+        # the smaller ranges, sequences may share more.
         cuts = [i for i in range(begin + 1, end) if common[i] == shared]
         ranges += [(*bounds, path, depth) for bounds in pairwise([begin, *cuts, end])]
     return _Trie(nodes, sequence_paths)

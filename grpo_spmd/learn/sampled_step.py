@@ -73,12 +73,13 @@ class StepRules:
     discount: float | None = None
     """`environment.discount`. None: one reward for all turns."""
     zero_advantages: bool = False
-    """True if all rewards have weight 0 and are only logged: then every advantage is 0, and a
-    completion counts in the loss whether its reward is known or not."""
+    """True if all rewards have weight 0 and are only logged (a teacher alone trains the policy).
+    Then every advantage is 0, and a completion counts in the loss whether its reward is known or
+    not."""
     watched_rewards: Collection[str] = ()
     """Names of the rewards whose failures do not stop the run; see protocol.watched_rewards."""
     sequence_ranks: int = 1
-    """Consecutive ranks that share each row."""
+    """The number of consecutive ranks that share each row (sequence parallelism)."""
 
 
 class SampledStep:
@@ -91,6 +92,7 @@ class SampledStep:
     """
 
     def __init__(self, rules: StepRules) -> None:
+        """Starts a step without groups. Each rank has an object of its own."""
         self.rules = rules
         # The number of prompts to draw next. 0: the step is complete.
         self.num_missing = rules.rollout.num_prompts_per_step
@@ -131,7 +133,8 @@ class SampledStep:
 
 
 class _Rank0Step:
-    """Rank 0's side of a step: the numbers of all ranks' groups, and the decision about them."""
+    """Rank 0's side of a step: collects a few numbers of all ranks' groups, and decides which of
+    the groups are trained on, and where. On other ranks the object stays empty."""
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
@@ -149,8 +152,10 @@ class _Rank0Step:
         self.decision: StepDecision | None = None
 
     def add_round(self, messages: list[bytes], num_expected: int) -> int:
-        """Adds one round from the messages of all ranks. Returns the number of prompts to draw
-        next; 0: there is no further round. Raises RewardError if too many rewards failed."""
+        """Adds the groups of one round, from the messages of all ranks (`encode_groups`).
+
+        Returns the number of prompts to draw for the next round, 0 if the step is complete. Raises
+        RewardError if too many rewards failed."""
         rollout = self._rules.rollout
         rows = self._read_round(messages, num_expected)
         self._check_errors(rows)
@@ -182,7 +187,7 @@ class _Rank0Step:
 
     def _check_errors(self, rows: GroupRows) -> None:
         """Raises RewardError if too many environments failed in this round, or too many rewards in
-        all rounds of the step; else keeps the error rates as metrics."""
+        the rounds of the step so far. Otherwise notes the error rates as metrics."""
         counts = self._counts
         max_error_frac = self._rules.max_error_frac
         check_environment_errors(rows, counts.first_errors, max_error_frac)
@@ -201,8 +206,10 @@ class _Rank0Step:
         )
 
     def decide(self) -> StepDecision:
-        """Returns the decision about the step. Raises RewardError if no completion has a usable
-        reward."""
+        """Returns the decision about the step: the groups to train on, their rewards and
+        advantages, and the plan of which rank trains on which rollouts.
+
+        Raises RewardError if no completion has a usable reward."""
         rules = self._rules
         group_size = rules.rollout.group_size
         rows = np.concatenate(self._rows)
@@ -228,6 +235,7 @@ class _Rank0Step:
         used = order[np.searchsorted(rows["position"], positions, sorter=order)]
         # The positions of rank 0's groups, then those of rank 1's, and so on.
         held_positions = self._positions[np.argsort(self._ranks, kind="stable")]
+        # A group's slot is its place among the groups that are trained on; -1: it is not.
         slots = np.searchsorted(positions, held_positions)
         slots = np.where(np.isin(held_positions, positions), slots, -1)
         overlong = overlong_penalties(
@@ -335,10 +343,10 @@ def rollout_advantages(rewards: Floats, advantage: AdvantageConfig) -> npt.NDArr
 
 
 def find_alike(rows: GroupRows) -> Bools:
-    """Returns the mask of the groups whose rewards are all alike.
+    """Returns a mask of the groups whose rewards are all alike, which dynamic sampling drops.
 
-    The rewards are those before the penalty for overlong completions, as in DAPO: four wrong
-    answers, one of them a little long, teach nothing but length."""
+    The rewards are those before the penalty for overlong completions, as in DAPO: a group of wrong
+    answers, one of them a little long, would teach nothing but length."""
     _, is_alike = compute_advantages(_float_grid(rows["rewards"]), "dr_grpo", "none")
     return np.asarray(is_alike)
 
@@ -385,8 +393,10 @@ def count_statuses(rows: GroupRows) -> dict[str, int]:
 def check_environment_errors(
     rows: GroupRows, first_errors: Sequence[str], max_error_frac: float
 ) -> None:
-    """Raises RewardError if, in at least `max_error_frac` of a round's episodes, the environment
-    failed at both tries. The message quotes the first environment error of `first_errors`."""
+    """Raises RewardError if the environment failed, at both tries, in too many episodes of a round:
+    in the fraction `max_error_frac` or more.
+
+    The message quotes the first environment error of `first_errors`."""
     counts = count_statuses(rows)
     num_episodes = sum(counts.values())
     num_failed = sum(counts[status] for status in FAILED_STATUSES)

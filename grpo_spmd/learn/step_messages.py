@@ -39,22 +39,23 @@ _STATUSES = (*EPISODE_STATUSES, _NO_EPISODE.status)
 
 
 def group_dtype(num_rewards: int, group_size: int) -> np.dtype[np.void]:
-    """Returns the dtype of one group: 12 bytes per group and 26 per rollout, 8 more per rollout and
-    reward function."""
+    """Returns numpy's structured dtype for the numbers of one group in a message to rank 0.
+
+    It has 12 bytes per group, 26 per rollout, and 8 per rollout and reward function."""
     columns: dict[str, type] = {
         "completion_tokens": np.int32,
         "tokens": np.int32,  # all tokens that the policy reads: prompt, completion, environment
-        "tree_tokens": np.int32,  # the same with each prefix that its contexts share once
+        "tree_tokens": np.int32,  # the same; a prefix that several contexts share counts once
         "truncated": np.bool_,
         "rewards": np.float64,  # the weighted sums; NaN: unknown
         "segments": np.uint16,
         "turns": np.uint16,
-        "status": np.uint8,  # index in EPISODE_STATUSES; its length: no episode
+        "status": np.uint8,  # index in EPISODE_STATUSES; len(EPISODE_STATUSES): no episode
     }
     return np.dtype(
         [
             ("position", np.int64),  # position of the prompt in the prompt stream
-            ("prefix_tokens", np.int32),  # with which all contexts of the group begin
+            ("prefix_tokens", np.int32),  # length of the prefix of all contexts of the group
             *((name, kind, (group_size,)) for name, kind in columns.items()),
             # The rewards of each function. NaN: it does not apply, or its value is unusable.
             ("by_name", np.float64, (num_rewards, group_size)),
@@ -97,8 +98,8 @@ class StepCounts:
 
 
 def encode_groups(groups: Sequence[RolloutGroup], scored: ScoredRollouts, group_size: int) -> bytes:
-    """Returns the message of a rank to rank 0 about its groups of one round. It is empty if the
-    rank has no groups."""
+    """Returns the message of a rank to rank 0 about its groups of one round: lengths, rewards and
+    statuses, but no tokens. It is empty if the rank has no groups."""
     if not groups:
         return b""
     completions = [completion for group in groups for completion in group.completions]
@@ -163,7 +164,7 @@ class SampledGroups:
 
 
 def decode_groups(messages: Sequence[bytes], group_size: int) -> SampledGroups:
-    """Returns what the messages of `encode_groups`, one from each rank, hold together."""
+    """Returns the groups of all ranks, decoded from one message of `encode_groups` per rank."""
     row_bytes: list[bytes] = []
     names: list[str] = []
     counts = StepCounts()
@@ -191,16 +192,18 @@ _SHARED_FIELDS = (
     "advantage_slope",
     "shares_prefixes",
 )
-# What a rank is sent, in this order. Arrays are bytes: "slots" are those of the groups that the
-# rank sampled (-1: not trained on), those of _DTYPES are of the rollouts of the groups with a slot.
+# The fields of a message to a rank, in this order. Arrays are sent as bytes. "slots" has the slot
+# (place in the step) of each group that the rank sampled, -1 for one that is not trained on. The
+# fields in _DTYPES have one entry for each rollout of the groups that have a slot.
 _FIELDS = ("slots", "advantages", "in_loss", "trained_by", "rows", "num_rollouts", *_SHARED_FIELDS)
 _DTYPES = {"advantages": np.float32, "in_loss": np.bool_, "trained_by": np.uint16}
 
 
 def encode_decisions(step: StepDecision) -> list[bytes]:
-    """Returns one message for each rank, with the part of the decision that the rank needs. Its
-    size is 7 bytes per rollout and 4 per group that the rank sampled, at most 5 per rollout that it
-    trains on, and about 60 more."""
+    """Returns one message for each rank, with the part of the decision that the rank needs.
+
+    Its size is 7 bytes per rollout and 4 per group that the rank sampled, at most 5 per rollout
+    that it trains on, and about 60 more."""
     num_ranks = len(step.num_groups)
     assert num_ranks <= _MAX_RANKS, num_ranks
     trained_by = np.zeros(len(step.rewards), np.uint16)
@@ -235,8 +238,10 @@ def decode_decision(
     group_size: int,
     rank0_decision: StepDecision | None,
 ) -> Decision:
-    """Returns the decision from this rank's message of `encode_decisions`. `groups` are those that
-    this rank sampled; `rank0_decision` is the whole decision on rank 0, None elsewhere."""
+    """Returns this rank's part of the decision, from its message of `encode_decisions`.
+
+    `groups` are the groups that this rank sampled. `rank0_decision` is the whole decision on rank
+    0, None on other ranks."""
     values = dict(zip(_FIELDS, msgspec.msgpack.decode(message), strict=True))
     slots = np.frombuffer(values["slots"], np.int32)
     ids = _sampled_ids(slots, group_size).tolist()
@@ -252,8 +257,10 @@ def decode_decision(
 
 
 def _sampled_ids(slots: npt.NDArray[np.int32], group_size: int) -> npt.NDArray[np.int32]:
-    """Returns the rollout ids of the groups with these slots. Groups that are not trained on (slot
-    -1) have none."""
+    """Returns the rollout ids of the groups with these slots, the groups' places in the step.
+
+    The group in slot s has the ids from s * group_size on. Groups that are not trained on (slot -1)
+    have none."""
     trained_slots = slots[slots >= 0]
     return (trained_slots[:, None] * group_size + np.arange(group_size, dtype=np.int32)).ravel()
 
@@ -263,8 +270,8 @@ def revise_decision(
     metrics: dict[str, float | None],
     advantages: Sequence[float] | None = None,
 ) -> Decision:
-    """Returns the decision with `metrics` added and with new `advantages`, a list over the ids of
-    all rollouts of the step. None: the advantages stay as they are."""
+    """Returns the decision with `metrics` added and, if given, with new `advantages`: a list with
+    one for each rollout of the step, in the order of ids."""
     step = decision.rank0_decision
     if step is not None:
         step = dataclasses.replace(step, metrics=step.metrics | metrics)

@@ -1,7 +1,8 @@
 """Updates the policy on the rollouts of a step, and computes the logprobs that the update needs.
 
 A mini-batch is the rollouts of one optimizer step; a rank goes over it in micro-batches, whose
-gradients add up. "Synced" means that the policy has the very weights that the engine sampled with.
+gradients add up. "Synced" means that the policy has exactly the weights with which the engine
+sampled.
 """
 
 from __future__ import annotations
@@ -110,10 +111,11 @@ def attach_logprobs(
     """Collective. Sets `old_logprobs` and `ref_logprobs` of every micro-batch if the loss needs
     them, and `routes.loads` if the loss has a load-balance term.
 
-    With one optimizer step per rollout the update's own logprobs are the old ones, so no pass is
-    made for them. If `stop_check` raises, the policy has not changed. `keep_scores` receives the
-    policy's scores if they are computed here. Returns the metrics of `compare_routes`, or {} if the
-    policy does not replay the engine's routes.
+    With one optimizer step per training step, the policy has not changed when the update computes
+    its logprobs: these are the old logprobs too, and no pass is made for them here. If `stop_check`
+    raises, the policy has not changed. `keep_scores` receives the policy's scores if they are
+    computed here. Returns the metrics of `compare_routes`, or {} if the policy does not replay the
+    engine's routes.
     """
     uses_engine = loss.old_logprobs == "engine"
     needs_old = (num_optimizer_steps > 1 or loss.kl_in == "reward") and not uses_engine
@@ -155,7 +157,8 @@ def attach_loads(policy: Policy, mini_batches: Sequence[Sequence[MicroBatch]], c
     probability of each expert, [layers, E].
 
     The term is coef * (the mean, over layers with a router, of the load-balance loss of the row's
-    mini-batch). It counts the tokens that the engine has read: all but the last of a sequence."""
+    mini-batch). `routes` are the experts that the engine's routers chose for each token. The term
+    counts the tokens that the engine has read: all but the last one of a sequence."""
     num_layers = policy.model.config.num_hidden_layers
     num_experts = policy.num_experts
     device = next(policy.parameters()).device
@@ -183,11 +186,12 @@ def attach_loads(policy: Policy, mini_batches: Sequence[Sequence[MicroBatch]], c
 
 @torch.no_grad()
 def compare_routes(policy: Policy, sample: MicroBatch | None) -> Reductions:
-    """Collective. Runs the policy with its own routes on a few rollouts, and returns metrics of how
-    it differs from the engine: the share of expert sets, one for each token and layer, that are not
-    the engine's, and the mean and largest |difference| of logprobs, in nats.
+    """Collective. Runs the policy on a few rollouts, lets its routers choose the experts by
+    themselves, and returns metrics of how it then differs from the engine.
 
-    `sample` None: this rank has no rollouts with routes."""
+    They are the share of expert sets (one for each token and layer) that are not the engine's, and
+    the mean and largest |difference| of logprobs, in nats. `sample` has the rollouts. None: this
+    rank has no rollouts with routes, and only takes part in the forward pass."""
     if sample is None:
         sample = pack_rollouts([], next(policy.parameters()).device)
     routes = sample.routes
@@ -209,21 +213,23 @@ def compare_routes(policy: Policy, sample: MicroBatch | None) -> Reductions:
 
 def counted_mini_batches(batch: RolloutBatch) -> list[MiniBatch]:
     """Returns the mini-batches in which at least one token counts in the loss, on any rank. All
-    ranks return the same ones.
+    ranks return equally many.
 
-    The others are left out because momentum and weight decay would change the model without any
-    evidence."""
+    A mini-batch without such a token is left out: it would have no gradient, but momentum and
+    weight decay would still change the model."""
     columns = zip(batch.mini_batches, batch.num_loss_tokens, batch.num_loss_sequences, strict=True)
     mini_batches = [MiniBatch(*column) for column in columns]
     return [mini_batch for mini_batch in mini_batches if mini_batch.num_loss_tokens]
 
 
 class Learner:
-    """A model with its optimizer and learning rate schedule, and the counts of its updates."""
+    """A model that is trained (policy or critic), with its optimizer, learning rate schedule and
+    the counts of its optimizer steps."""
 
     def __init__(
         self, model: nn.Module, optimizer: OptimizerConfig, training: TrainingConfig
     ) -> None:
+        """Builds the optimizer of the model's trainable parameters, and its schedule."""
         self._trained_model = model
         self._max_grad_norm = optimizer.max_grad_norm
         self._training = training
@@ -351,6 +357,7 @@ class PolicyUpdater(Learner):
         num_measured = 0
 
         def check(_: bool) -> None:
+            """Calls `stop_check`, if there is one, always with False."""
             # Unlike in an update, the policy does not change after the last micro-batch.
             if stop_check is not None:
                 stop_check(False)
@@ -377,8 +384,10 @@ class PolicyUpdater(Learner):
         stop_check: StopCheck | None = None,
         keep_scores: KeepScores | None = None,
     ) -> tuple[list[Reductions], list[NonfiniteTokens]]:
-        """Collective. Adds the gradient of a mini-batch to the parameters' gradients. Returns, for
-        each of its micro-batches, the metrics and the tokens with a score that is not finite."""
+        """Collective. Adds the gradient of a mini-batch to the parameters' gradients.
+
+        Returns two lists with an entry for each micro-batch: its metrics, and its tokens with a
+        logprob or other score that is not finite."""
         totals: list[Reductions] = []
         suspects: list[NonfiniteTokens] = []
         micro_batches, num_loss_tokens, num_loss_sequences = mini_batch
@@ -521,7 +530,8 @@ def _rollouts_of(suspects: list[NonfiniteTokens]) -> list[int]:
 
 
 def _count_forwarded(batch: RolloutBatch) -> Reductions:
-    """Returns the metric of the tokens that a pass reads, over those of the rollouts."""
+    """Returns, as a metric, the fraction of the rollouts' tokens that a forward pass reads: less
+    than 1 if rows read shared prefixes only once."""
     # A row without rollouts has a placeholder.
     rows = [row for row in batch.micro_batches if row.rollout_ids]
     num_read = sum(len(row.input_ids if row.tree is None else row.tree.tokens) for row in rows)
@@ -530,8 +540,8 @@ def _count_forwarded(batch: RolloutBatch) -> Reductions:
 
 
 def no_update(loss: LossConfig) -> Reductions:
-    """Returns the metrics of a rank that made no update at all. Those of updates are merged into
-    them."""
+    """Returns all metrics of an update with empty values, for a rank that makes no update at all.
+    The metrics of updates are merged into these."""
     sums = ["loss", "policy", "kl", "entropy", "loss_tokens", *TILT_SUMS]
     means = ["loss/clip_frac", "weight_sync/mismatch_kl", "weight_sync/mismatch_abs_mean"]
     if loss.rollout_correction != "none":

@@ -1,9 +1,12 @@
 """Attention over packed rows: one function for HF models, with three back ends.
 
 A packed row is several sequences end to end, without padding. Attention is causal within each
-sequence, and no sequence sees another one. T is the number of tokens in a row. In a row of shared
-prefixes (records.PrefixTree) a node's queries see the keys on the way from the root: Q queries are
-the last ones of K tokens, so that the causal mask is aligned at its bottom right corner.
+sequence, and no sequence sees another one. T is the number of tokens in a row.
+
+Sequences that share prefixes (completions of one prompt) can be a tree (records.PrefixTree): each
+shared run of tokens is a node, which is computed once. The Q queries of a node see its own keys and
+those of the nodes on the way from the root. They are the last Q of these K tokens, so that the
+causal mask is aligned at its bottom right corner.
 
 The back ends:
 flash: flash-attn's kernel for variable lengths. It needs bfloat16 on a GPU.
@@ -47,9 +50,10 @@ class PackedLayout:
         sequence_group: ProcessGroup | None = None,
     ) -> None:
         """`lengths` has the tokens of each sequence, in the order of the row; `starts` are their
-        `sequence_starts` on the row's device. `routes` are for the routers of experts (routing.py),
-        `sequence_group` are the ranks that share the row (sequence_parallel.py): transformers hands
-        the layout to every layer. With a `tree` the sequences are its nodes."""
+        `sequence_starts` on the row's device. With a `tree` its nodes take the place of the
+        sequences. `routes` (the experts that an MoE's routers must choose, routing.py) and
+        `sequence_group` (the ranks that share the row, sequence_parallel.py) are here since
+        transformers passes the layout to every layer."""
         self.tree = tree
         self.backend = backend
         self.routes = routes
@@ -58,12 +62,12 @@ class PackedLayout:
         num_keys = lengths
         if tree is not None:
             num_keys = [sum(lengths[n] for n in (*path, i)) for i, path in enumerate(tree.paths)]
-        # Neighbours of equal length (and as many keys). Packing sorts by length, so that all
-        # sequences of one length are neighbours.
+        # Runs of neighbours with equal length and equally many keys, which SDPA computes as a
+        # batch. Packing sorts by length, so that all sequences of one length are neighbours.
         shapes = [
             (len(list(run)), *shape) for shape, run in groupby(zip(lengths, num_keys, strict=True))
         ]
-        # Pairs (number of sequences, their length), and the keys of each run.
+        # For each run: (number of sequences, their length), and its number of keys.
         self.runs = [(number, length) for number, length, _ in shapes]
         self.run_keys = [number * size for number, _, size in shapes]
         if backend != "sdpa":
@@ -73,10 +77,10 @@ class PackedLayout:
 
 
 class RowInputs(NamedTuple):
-    """What a decoder reads of a micro-batch."""
+    """The inputs of a decoder's forward pass over a micro-batch."""
 
     input_ids: Tensor
-    """int64 [1, T], or [1, N] of a tree."""
+    """int64 [1, T], or [1, N] for the N tokens of a tree's nodes."""
     position_ids: Tensor
     """The same shape."""
     layout: PackedLayout
@@ -90,8 +94,9 @@ def row_inputs(
     routes: RowRoutes | None = None,
     sequence_group: ProcessGroup | None = None,
 ) -> RowInputs:
-    """Returns what a decoder reads of a micro-batch: its row, or the nodes of its tree. Ranks of a
-    `sequence_group` share the row, and `batch` has this rank's slice of it."""
+    """Returns a decoder's inputs for a micro-batch: its row or, if it has a tree of shared
+    prefixes, the nodes of the tree. If the ranks of a `sequence_group` share the row, `batch` has
+    this rank's slice of it."""
     tree = batch.tree
     lengths, starts = batch.sequence_lengths, batch.sequence_starts
     if tree is not None:
@@ -116,10 +121,11 @@ def row_inputs(
 
 
 def sequence_starts(lengths: Iterable[int]) -> Tensor:
-    """Returns the first token of each sequence, and the end of the row: int32 [S + 1], on the host.
+    """Returns the position of the first token of each sequence in the row, and the row's length at
+    the end: int32 [S + 1], on the host.
 
-    It is made once, when the row is packed. A forward pass that copied it to the device would wait
-    for all that the device still has to do."""
+    Call it once, when the row is packed, and not in the forward pass: the copy to the device would
+    wait there for all work that is queued on the device."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
 
 
@@ -134,7 +140,7 @@ def choose_backend(
         device.type == "cuda"
         and dtype == torch.bfloat16
         and torch.cuda.get_device_capability(device) >= (8, 0)
-        # Both kernels take heads of at most 256 numbers, in multiples of 8.
+        # flash and varlen take heads of at most 256 numbers, in multiples of 8.
         and head_dim % 8 == 0
         and head_dim <= 256
     )
@@ -247,10 +253,11 @@ def _varlen(
 
 
 class _TreeVarlen(torch.autograd.Function):
-    """torch's kernel for variable lengths over the nodes of a tree.
+    """Computes attention over the nodes of a tree of shared prefixes, by torch's kernel for
+    variable lengths.
 
-    The kernel needs the keys and values of a shared prefix once for each branch. They are gathered
-    again in the backward pass: kept, they would take the memory that sharing saves."""
+    The kernel needs the keys and values of a shared prefix once for each branch. These copies are
+    gathered again in the backward pass: keeping them would take the memory that sharing saves."""
 
     @staticmethod
     def forward(
@@ -262,11 +269,14 @@ class _TreeVarlen(torch.autograd.Function):
         options: _LogitOptions,
         gqa: dict[str, Any],
     ) -> Tensor:
+        """Returns the attention [N, heads, head_dim] of the nodes' tokens; `q`, `k` and `v` are
+        those of these tokens. `gqa` has further options of the kernel."""
         assert layout.tree is not None
         keys = layout.tree.keys
         window = options.window_size
         ctx.layout = layout
-        # As varlen_attn calls its kernels: a window is causal by itself.
+        # (is causal, scale, window) as varlen_attn passes them: with a window is_causal is False,
+        # since 0 tokens to the right make the window causal by itself.
         ctx.settings = (window == (-1, 0), options.scale, list(window))
         out, log_sums, random_state = torch.ops.torch_attn._varlen_attn(
             q, k[keys], v[keys], *layout.bounds, *ctx.settings, **gqa
@@ -277,6 +287,7 @@ class _TreeVarlen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `q`, `k` and `v`, and None for the other arguments."""
         q, k, v, out, log_sums, random_state = ctx.saved_tensors
         keys = ctx.layout.tree.keys
         is_causal, scale, window = ctx.settings
@@ -303,11 +314,12 @@ class _TreeVarlen(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The keys or values of all branches [K, kv heads, head_dim], from those of the nodes' tokens
-    [N, kv heads, head_dim]."""
+    """Gathers the keys or values for all branches of a tree [K, kv heads, head_dim], with a copy of
+    a shared prefix for each branch, from those of the nodes' tokens [N, kv heads, head_dim]."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, keys: Tensor) -> Tensor:
+        """`keys` has, for each of the K keys, the index of its token among the nodes' tokens."""
         ctx.num_tokens = len(x)
         ctx.save_for_backward(keys)
         return x.index_select(0, keys)
@@ -319,8 +331,10 @@ class _Gather(torch.autograd.Function):
 
 
 def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor:
-    """Returns the gradient [N, kv heads, head_dim] of keys or values from that of the gathered ones
-    [K, kv heads, head_dim]."""
+    """Returns the gradient [N, kv heads, head_dim] of the nodes' keys or values.
+
+    `branch_grads` [K, kv heads, head_dim] is the gradient of the gathered keys or values (_Gather),
+    in which a token of a shared prefix occurs once for each branch."""
     # A shared token has the sum over its branches, in float32. On CUDA index_put_ sorts the indices
     # first, so that the order of the sum is always the same, as it is not with index_add_.
     total = branch_grads.new_zeros(num_tokens, *branch_grads.shape[1:], dtype=torch.float32)
@@ -329,8 +343,8 @@ def _sum_branches(branch_grads: Tensor, keys: Tensor, num_tokens: int) -> Tensor
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _LogitOptions) -> Tensor:
-    """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equal
-    lengths."""
+    """Computes attention [T, heads, head_dim] by SDPA, with one call for each run of equally long
+    sequences (or nodes of a tree), which are its batch."""
     if layout.tree is not None:
         k, v = (_Gather.apply(x, layout.tree.keys) for x in (k, v))
     # Split once and join once: slicing in the loop would make the backward pass write a whole row
@@ -349,8 +363,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, layout: PackedLayout, options: _Logit
 
 
 def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions) -> Tensor:
-    """Returns the attention [n, heads, Q, head_dim] of n batches of Q queries, the last ones of K
-    tokens; `key` and `value` are [n, kv heads, K, head_dim]."""
+    """Returns the attention [n, heads, Q, head_dim] of n sequences of K tokens, for the queries of
+    the last Q tokens of each.
+
+    `key` and `value` are [n, kv heads, K, head_dim]."""
     scale, window, softcap = options
     num_queries, num_keys = query.shape[2], key.shape[2]
     if softcap is not None:
@@ -359,8 +375,9 @@ def _sdpa_run(query: Tensor, key: Tensor, value: Tensor, options: _LogitOptions)
     mask = None
     offset = num_keys - num_queries
     is_windowed = window is not None and num_keys > window
-    # is_causal is aligned at the top left corner, which is right only for whole sequences. As it
-    # skips the logits above the diagonal, queries for a short prefix are cheaper than a mask.
+    # SDPA's is_causal aligns the mask at the top left corner, which is right only if there are as
+    # many queries as keys. It skips the logits above the diagonal, as an explicit mask does not.
+    # So if few queries are missing, it is cheaper to add filler queries than to pass a mask.
     num_fillers = offset if offset < num_queries and not is_windowed else 0
     if num_fillers:
         query = pad(query, (0, 0, num_fillers, 0))

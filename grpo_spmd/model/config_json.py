@@ -62,6 +62,7 @@ class Dimensions:
 
     @property
     def attention_layers(self) -> int:
+        """Number of layers with attention, which keep keys and values of each token."""
         return self.layers - self.recurrent_layers
 
 
@@ -96,7 +97,8 @@ def dimensions(config: Contents) -> Dimensions | None:
 
 
 def num_recurrent_layers(config: Contents, num_layers: int) -> int:
-    """Returns how many of the layers keep a state of each sequence, and no keys and values."""
+    """Returns the number of recurrent layers, which keep one state for each sequence instead of
+    keys and values for each token."""
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         return kinds.count("linear_attention")
@@ -106,7 +108,8 @@ def num_recurrent_layers(config: Contents, num_layers: int) -> int:
 
 
 def state_bytes(config: Contents) -> int:
-    """Returns the bytes of one gated delta net's state of one sequence, 0 for other models.
+    """Returns the bytes that one recurrent layer (gated delta net) keeps for one sequence, 0 for
+    models without such layers.
 
     The engine keeps a matrix [keys, values] of each head in float32, and the convolution's last
     inputs in bfloat16."""
@@ -129,10 +132,11 @@ def kv_bytes_per_token(sizes: Dimensions, itemsize: int, tensor_parallel_size: i
 
 
 def kv_bytes_per_sequence(sizes: Dimensions, tensor_parallel_size: int) -> int:
-    """Returns the bytes that a sequence takes in the KV cache on one rank whatever its length.
+    """Returns the bytes that a sequence takes in the KV cache on one rank, however short it is: 0
+    for a model without recurrent layers.
 
-    vLLM has blocks of one size, that of a recurrent state; the last block of keys and values of an
-    attention layer counts as full."""
+    In vLLM all blocks of such a model have the size of a recurrent state. Each layer takes at least
+    one block: the state, or the last block of an attention layer, which counts as full."""
     return sizes.layers * sizes.state_bytes // tensor_parallel_size
 
 
@@ -142,6 +146,7 @@ def head_dim(config: Any) -> int:
     `config` is the contents of a config.json, or transformers' config object."""
 
     def size(name: str) -> Any:
+        """Returns one size of the config, None if it has no such size."""
         # transformers has other names for some sizes, which only its attributes resolve.
         return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
@@ -150,14 +155,16 @@ def head_dim(config: Any) -> int:
 
 
 def has_text_part(config: Contents) -> bool:
-    """Returns True if a config.json is of several models, of which the text part trains."""
+    """Returns True if the config.json describes a model of text and images (such as Qwen3.5), of
+    which only the text part trains."""
     return config.get("model_type") in _WITH_TEXT_PART
 
 
 def text_config(config: Contents) -> dict[str, Any]:
-    """Returns the config.json of the model that trains: of the text part, if there are others.
+    """Returns the config of the model that trains: the section `text_config` if `has_text_part`,
+    else the whole `config`.
 
-    Raises ConfigError if it has no text part."""
+    Raises ConfigError if that section is missing."""
     if not has_text_part(config):
         return dict(config)
     part = config.get("text_config")
@@ -173,7 +180,7 @@ def has_recurrent_layers(config: Contents) -> bool:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Holds the parameters and the config of a model, as its files have them."""
+    """Holds the parameters' shapes and the config of a model, as its files have them."""
 
     shapes: Shapes
     config: dict[str, Any]
@@ -183,14 +190,17 @@ class ModelFacts:
 
     @property
     def num_parameters(self) -> int:
+        """Number of parameters, a tied lm_head counted once."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @property
     def num_active_parameters(self) -> int:
+        """Number of parameters that a token is multiplied with: of an MoE's experts only k."""
         return num_active_parameters(self.shapes, self.config)
 
     @property
     def dimensions(self) -> Dimensions | None:
+        """The sizes in config.json, None if it does not name them all."""
         return dimensions(self.config)
 
 
@@ -201,16 +211,17 @@ def is_constant(name: str) -> bool:
 
 
 def has_experts(shape: Sequence[int]) -> bool:
-    """Returns True if a parameter of this shape has a matrix of each of several experts."""
+    """Returns True if a parameter of this shape has the matrices of all experts of an MoE layer."""
     # A depthwise convolution has three dimensions too, [channels, 1, width].
     return len(shape) == 3 and shape[1] > 1
 
 
 def num_active_parameters(shapes: Shapes, config: Contents) -> int:
-    """Returns the parameters that a token is multiplied with: of a layer's experts those that it
-    takes.
+    """Returns the number of parameters that a token is multiplied with: of an MoE layer's experts
+    only the k that the router chooses for it.
 
-    A checkpoint has each expert by itself, a model all of a layer in one parameter."""
+    `shapes` may be those of a checkpoint, with a tensor for each expert, or those of a model, with
+    all experts of a layer in one parameter."""
     taken = config.get("num_experts_per_tok")
     if not isinstance(taken, int) or taken < 1:
         return sum(map(math.prod, shapes.values()))
@@ -224,9 +235,11 @@ def num_active_parameters(shapes: Shapes, config: Contents) -> int:
 
 
 def route_bytes_per_token(config: Contents) -> int:
-    """Returns the bytes of a token's routes, the numbers of the experts that each layer takes.
+    """Returns the bytes of a token's routes: the numbers of the experts that the router of each
+    layer chooses for it.
 
-    0 for a dense model, and for a recurrent one, whose routes no engine records."""
+    Returns 0 for a dense model, and for one with recurrent layers, whose routes no engine
+    records."""
     sizes = dimensions(config)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     num_experts = max((n for n in map(config.get, names) if isinstance(n, int)), default=0)
@@ -238,7 +251,8 @@ def route_bytes_per_token(config: Contents) -> int:
 
 
 def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
-    """Returns the sizes of the model at `path`, None if no local folder has them."""
+    """Returns the parameters' shapes and the config of the model at `path` (a folder or hub id),
+    None if it is not on this machine or the shapes cannot be told from its files."""
     folder = local_folder(path, revision)
     if folder is None:
         return None
@@ -255,7 +269,8 @@ def read_model(path: str, revision: str | None = None) -> ModelFacts | None:
 
 
 def local_folder(path: str, revision: str | None = None) -> Path | None:
-    """Returns `path`, or a hub id's folder in the local Hugging Face cache, None without either."""
+    """Returns the folder of a model on this machine: `path` itself if that is a folder, else the
+    folder of the hub id `path` in the local Hugging Face cache. None if there is none."""
     if Path(path).is_dir():
         return Path(path)
     from huggingface_hub import try_to_load_from_cache
@@ -268,9 +283,9 @@ def local_folder(path: str, revision: str | None = None) -> Path | None:
 
 
 def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
-    """Returns the shapes of all parameters in the files that the policy would read.
+    """Returns the shapes of all parameters in the safetensors that the policy would read.
 
-    {} if a file is missing."""
+    Returns {} if a file is missing. `tied` is True if the lm_head is the embedding itself."""
     index = read_index(folder)
     single = folder / "model.safetensors"
     if index is not None:
@@ -291,7 +306,8 @@ def shapes_from_headers(folder: Path, *, tied: bool) -> Shapes:
 
 
 def shapes_from_config(config: Contents) -> Shapes:
-    """Returns the parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3, {} for other models."""
+    """Returns the shapes of all parameters of a Llama, Mistral, Granite, Qwen2 or Qwen3, worked out
+    from its config.json. Returns {} for other models."""
     sizes = dimensions(config)
     family = config.get("model_type")
     if sizes is None or family not in ("llama", "mistral", "granite", "qwen2", "qwen3"):
@@ -338,7 +354,8 @@ _CLASSIFIERS = "For(SequenceClassification|TokenClassification|RewardModel|Quest
 
 
 def follows_the_row(rope_type: object) -> bool:
-    """Returns True if rotary factors of this kind depend on the longest sequence of a row."""
+    """Returns True for a `rope_type` whose rotary factors transformers chooses by the largest
+    position in its input (dynamic, longrope): by the longest sequence of a packed row."""
     return isinstance(rope_type, str) and (rope_type == "longrope" or "dynamic" in rope_type)
 
 
@@ -350,7 +367,8 @@ def refuse_by_config(config: Contents, path: str) -> None:
 
 
 def _reasons(config: Contents) -> Iterator[str]:
-    """Yields the reasons for which a model with this config.json cannot train."""
+    """Yields the reasons why a model with this config.json cannot train, as half sentences that
+    follow the model's name in a message."""
     for key in ("quantization_config", "compression_config"):
         if quantisation := config.get(key):
             yield (

@@ -74,6 +74,7 @@ class FusedTokenLogprobs(torch.autograd.Function):
         numbers = torch.cat([results[:, 1:], torch.stack(grads, dim=1)], dim=1)
 
         def product_gradients() -> Chunks:
+            """Yields the gradient with respect to the logits, chunk by chunk."""
             for rows, logits in _products(hidden, head, ctx.chunk):
                 _launch(
                     replace_logits_by_gradient,
@@ -127,6 +128,7 @@ class FusedDivergence(torch.autograd.Function):
         numbers = torch.cat([grad_output[:, None], results[:, 1:]], dim=1)
 
         def product_gradients() -> Chunks:
+            """Yields the gradient with respect to the policy's logits, chunk by chunk."""
             for rows, logits, teacher_logits in _products_of_both(ctx, hidden, head):
                 _launch(
                     replace_logits_by_divergence_gradient,
@@ -143,7 +145,8 @@ class FusedDivergence(torch.autograd.Function):
 
 def _products(hidden: Tensor, head: Tensor, chunk: int) -> Chunks:
     """Yields for each chunk of tokens (slice of the chunk, logits [rows, V] in the compute dtype).
-    The next chunk overwrites the logits."""
+
+    All chunks share one buffer, so that a chunk's logits are valid only until the next one."""
     buffer = hidden.new_empty(min(chunk, len(hidden)), len(head))
     for rows in chunks(len(hidden), chunk):
         yield rows, torch.mm(hidden[rows], head.T, out=buffer[: rows.stop - rows.start])
@@ -152,7 +155,8 @@ def _products(hidden: Tensor, head: Tensor, chunk: int) -> Chunks:
 def _products_of_both(
     ctx: Any, hidden: Tensor, head: Tensor
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yields the same with the teacher's logits as third value."""
+    """Yields for each chunk of tokens (slice of the chunk, the policy's logits, the teacher's
+    logits), as `_products` does. `ctx` has the teacher and the chunk size."""
     teacher = ctx.teacher
     products = _products(hidden, head, ctx.chunk)
     teacher_products = _products(teacher.hidden, teacher.head, ctx.chunk)
@@ -305,10 +309,11 @@ def replace_logits_by_gradient(
 
 @triton.jit
 def _log_ratios(s, t, BETA: tl.constexpr):
-    """Returns s - m and t - m for the log mixture m = log(beta e^t + (1 - beta) e^s).
+    """Returns s - m and t - m, where m = log(beta e^t + (1 - beta) e^s) is the logprob of a token
+    by the mixture of policy and teacher.
 
-    `s` and `t` are the logprobs by policy and teacher. If BETA is 0 or 1 there is no mixture, and
-    the results are s - t and t - s. All are exactly 0 where s and t are equal."""
+    `s` and `t` are the token's logprobs by policy and teacher. If BETA is 0 or 1 there is no
+    mixture, and the results are s - t and t - s. All are exactly 0 where s and t are equal."""
     distance = tl.where(s == t, 0.0, t - s)
     if BETA == 0.0 or BETA == 1.0:
         return -distance, distance
@@ -347,9 +352,10 @@ def compare_rows(
 ):
     """Writes six numbers for each row into `numbers` [rows, 6].
 
-    They are the divergence, the first two results of `_normalize` for the policy, the same two for
-    the teacher, and the mean over the policy's distribution of the log ratio policy / mixture,
-    which the gradient needs. `SCALINGS` are (SCALING of the policy, SCALING of the teacher)."""
+    They are: the divergence; for the policy the largest scaled logit and log(sum(exp(scaled logit -
+    largest))), the first two results of `_normalize`; the same two for the teacher; and the mean
+    over the policy's distribution of the log ratio policy / mixture, which the gradient needs.
+    `SCALINGS` are (SCALING of the policy, SCALING of the teacher)."""
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens
     teacher_row = teacher_logits + index * num_tokens
@@ -396,8 +402,8 @@ def replace_logits_by_divergence_gradient(
 ):
     """Overwrites each of the policy's logits with the gradient of the loss with respect to it.
 
-    `numbers` [rows, 6] are those of `compare_rows`, but with the loss's gradients with respect to
-    the divergences in column 0. For z = capped logit / temperature and the probabilities p of the
+    `numbers` [rows, 6] has what `compare_rows` wrote, except in column 0: the loss's gradient with
+    respect to the divergence. For z = capped logit / temperature and the probabilities p of the
     policy and q of the teacher, the divergence's derivative is p - q for beta 0,
     p (s - t - mean(s - t)) for beta 1, and (1 - beta) p (s - m - mean(s - m)) between them, with
     means over p."""

@@ -47,7 +47,8 @@ MIN_LOGPROB = math.log(torch.finfo(torch.float32).tiny)
 
 
 class TokenLogprobs(torch.autograd.Function):
-    """Computes each target's logprob, and the entropy of the distribution that it is from.
+    """Computes the logprob of each target token, and the entropy of the distribution over all V
+    tokens at its position.
 
     Both are float32. The logits are capped if there is a soft cap, and divided by the temperature.
     The backward pass computes them again. Each pass holds one float32 [chunk, V] tensor, and one in
@@ -100,6 +101,7 @@ class TokenLogprobs(torch.autograd.Function):
         buffers = _Buffers(max(1, chunk // 2) if needs_two else chunk, hidden, head, two=needs_two)
 
         def product_gradients() -> Chunks:
+            """Yields the gradient with respect to lm_head's product, chunk by chunk."""
             for rows, logits in buffers.scaled_logits(hidden, head, temperature, softcap):
                 # d logprob / d logits = onehot - p, and d entropy / d logits =
                 # -p * (log p + entropy). Both are multiplied by 1 / temperature.
@@ -128,10 +130,11 @@ class TokenLogprobs(torch.autograd.Function):
 def sum_gradients(
     ctx: Any, hidden: Tensor, head: Tensor, product_gradients: Chunks
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the gradients of the hidden states and the head, from those of chunks of their
-    product: (slice of the tokens, [rows, V] in the compute dtype).
+    """Returns the gradients with respect to the hidden states and to the head.
 
-    A frozen head (LoRA) has None, which saves a third of the backward pass."""
+    `product_gradients` yields the gradient with respect to their product, the logits, in chunks:
+    (slice of the tokens, [rows, V] in the compute dtype). The head's gradient is None if the head
+    is frozen (LoRA), which saves a third of the backward pass."""
     grad_hidden = torch.empty_like(hidden)
     grad_head = None
     if ctx.needs_input_grad[1]:
@@ -208,8 +211,8 @@ class WholeTeacher:
     softcap: Cap
 
     def outcomes(self, log_p: Tensor, rows: slice) -> Tensor:
-        """Returns the policy's logprobs of the outcomes, from its logprobs `log_p` [rows, V] of all
-        tokens: the same."""
+        """Returns the policy's logprobs of the outcomes: `log_p` [rows, V] itself, its logprobs of
+        all tokens."""
         return log_p
 
     def logprobs_of(self, rows: slice) -> Tensor:
@@ -218,8 +221,8 @@ class WholeTeacher:
         return _log_softmax(self.hidden[rows], self.head, self.temperature, self.softcap)
 
     def spread(self, grad: Tensor, log_p: Tensor, rows: slice) -> Tensor:
-        """Turns the gradient with respect to the outcomes' logits into that with respect to the
-        logits [rows, V] of all tokens: the same."""
+        """Returns the gradient with respect to the logits [rows, V] of all tokens: `grad` itself,
+        since each token is an outcome."""
         return grad
 
 
@@ -299,6 +302,7 @@ class Divergence(torch.autograd.Function):
         teacher = ctx.teacher
 
         def product_gradients() -> Chunks:
+            """Yields the gradient with respect to lm_head's product, chunk by chunk."""
             for rows in chunks(len(hidden), _num_rows(chunk)):
                 scaled = _scaled_logits(hidden[rows], head, temperature, softcap)
                 log_p = scaled.log_softmax(-1)
@@ -329,8 +333,8 @@ class LogitSettings:
     """The function for a WholeTeacher: Divergence, or FusedDivergence with Triton kernels."""
 
     def score(self, hidden: Hidden, head: Head, target_ids: TargetIds) -> Scores:
-        """Returns the logprobs of `target_ids`, and the entropies of the distributions that they
-        are from, float32 [C] each."""
+        """Returns the logprobs of the C `target_ids`, and the entropy of the distribution over all
+        V tokens at each of their positions, float32 [C] each."""
         scores: Scores = self.token_logprobs.apply(
             hidden, head, target_ids, self.temperature, self.chunk, self.softcap
         )
@@ -355,8 +359,8 @@ class TeacherDivergence:
     states and head. An instance is a term of the loss (`Term` of policy.py)."""
 
     parts: Sequence[tuple[Tensor | None, WholeTeacher | TopTeacher]]
-    """Pairs (token indices, teacher): the teacher's distributions are those at these of the C
-    tokens, int64 [n], or at all of them if the indices are None."""
+    """Pairs (token indices, teacher). The indices, int64 [n], say at which of the C tokens the
+    teacher has a distribution. None: at all of them."""
     beta: float
     settings: LogitSettings
     """The settings for the policy's logits."""
@@ -449,8 +453,10 @@ def _scaled_logits(
     product: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns capped logits / temperature, float32 [rows, V], in `out` if that is given. `product`
-    is a buffer for them in the compute dtype, which may be the same."""
+    """Returns capped logits / temperature, float32 [rows, V].
+
+    `out` is a float32 buffer for the result, `product` a buffer for the product in the compute
+    dtype; None: a new tensor. If the compute dtype is float32, both may be the same buffer."""
     # The product and the cap are rounded to the compute dtype, as in the engine. From there on
     # both compute in float32.
     logits = torch.mm(hidden, head.T, out=product)

@@ -1,4 +1,4 @@
-"""LoRA: trained low-rank adapters on a frozen base. Layers and files are peft's; sharding is ours.
+"""LoRA: trained low-rank adapters on a frozen base, with peft's layers and files, sharded by FSDP2.
 
 An adapted layer computes x W^T + (alpha / rank) (x A^T) B^T, with A [rank, in] and B [out, rank]. W
 never changes. The engine gets W + (alpha / rank) B A, computed on the shards as they are sent, or W
@@ -27,7 +27,8 @@ from grpo_spmd.model.sharding import gather_rows
 
 
 class Shard(NamedTuple):
-    """Describes a tensor to send, and computes this rank's rows of it."""
+    """Describes a tensor to send to the engine or to gather, and computes this rank's rows of
+    it."""
 
     name: str
     parameter: DTensor
@@ -36,7 +37,8 @@ class Shard(NamedTuple):
 
 
 def add_adapters(model: Any, config: LoraConfig) -> None:
-    """Puts peft's layers around the target modules, and freezes all but the float32 adapters."""
+    """Wraps the target modules in peft's LoRA layers, and freezes all parameters except the
+    adapters, which are float32."""
     import peft
 
     alpha: Any = int(config.alpha) if config.alpha.is_integer() else config.alpha
@@ -49,7 +51,7 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
         task_type="CAUSAL_LM",
     )
     peft.inject_adapter_in_model(peft_config, model)
-    # Said here and not left to peft: nothing of the base may train, embedding and norms included.
+    # Set it here, whatever peft does: nothing of the base may train, nor its embedding and norms.
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     for layer in _adapted_layers(model):
@@ -59,10 +61,11 @@ def add_adapters(model: Any, config: LoraConfig) -> None:
 
 @torch.no_grad()
 def initialise_adapters(model: nn.Module, seed: int) -> None:
-    """Fills A as peft does (Kaiming), and B with zeros: the policy starts as the base.
+    """Fills each A as peft does (Kaiming), and each B with zeros, so that the policy starts as the
+    base model.
 
-    A depends on `seed` and its name alone, on any number of ranks. The global random state is not
-    touched."""
+    The values of an A depend only on `seed` and its name, not on the number of ranks. The global
+    random state is not touched."""
     for name, parameter in named_adapters(model):
         full = torch.zeros(parameter.shape)
         if name.endswith("lora_A.weight"):
@@ -100,8 +103,11 @@ def target_modules(model: Any, config: LoraConfig) -> list[str]:
 
 
 def engine_target_modules(path: str, config: LoraConfig) -> list[str]:
-    """Returns the target modules by their last names, for an engine that starts before the
-    policy."""
+    """Returns the last parts of the names of the layers that get an adapter, as an option of vLLM.
+
+    The engine starts before the policy is built, so the model is built here on the meta device.
+    Raises ConfigError for a model with experts or recurrent layers, whose adapters must be merged
+    into the weights that the engine gets."""
     model = build_on_meta(path)
     if is_mixture(model) or has_recurrent_layers(model.config.to_dict()):
         raise ConfigError(
@@ -117,7 +123,8 @@ def is_adapter(name: str) -> bool:
 
 
 def hf_name(name: str) -> str:
-    """Returns the name in an HF checkpoint of a base parameter, which peft moved into its layer."""
+    """Returns the name that a base parameter has in an HF checkpoint. peft puts ".base_layer" into
+    the names of the layers that it wraps."""
     return name.replace(".base_layer.", ".")
 
 
@@ -138,7 +145,8 @@ def _adapted_layers(model: nn.Module) -> list[Any]:
 
 
 def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """Yields LAYER.lora_A.weight and LAYER.lora_B.weight, sharded, in one order on all ranks."""
+    """Yields (name, sharded parameter) of all A and B, named LAYER.lora_A.weight and
+    LAYER.lora_B.weight, in the same order on all ranks."""
     for name, parameter in model.named_parameters():
         if is_adapter(name):
             assert isinstance(parameter, DTensor), name
@@ -147,11 +155,12 @@ def named_adapters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
 
 
 def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
-    """Yields what an engine with adapters must hold: A, and B times alpha / rank.
+    """Yields the adapters that an engine must hold beside the base: A, and B times alpha / rank.
 
-    The factor is in B so that the product is rounded once."""
+    The factor is multiplied into B so that the product B A is rounded once."""
 
     def local_rows(parameter: DTensor, scale: float) -> Tensor:
+        """Computes this rank's rows of the scaled matrix."""
         return parameter.to_local().detach() * scale
 
     for name, parameter in named_adapters(model):
@@ -162,10 +171,11 @@ def adapter_shards(model: nn.Module, config: LoraConfig) -> Iterator[Shard]:
 def merged_shards(
     model: nn.Module, config: LoraConfig, base: Iterator[tuple[str, DTensor]]
 ) -> Iterator[Shard]:
-    """Collective: one all-gather of all A, when the first shard is drawn. Yields merged weights.
+    """Collective: one all-gather of all A, when the first shard is drawn. Yields all weights of the
+    base as shards. If a layer has an adapter, the adapter is merged into its weight.
 
-    `local_rows` computes this rank's rows of W + (alpha / rank) B A in a new float32 tensor, so
-    that W keeps every bit. FSDP shards the rows of B as those of W."""
+    A merged shard's `local_rows` computes this rank's rows of W + (alpha / rank) B A in a new
+    float32 tensor, so that the stored W does not change. FSDP shards B by rows just as W."""
     adapters = dict(named_adapters(model))
     scale = config.alpha / config.rank
     full_a = gather_adapters(
@@ -178,6 +188,7 @@ def merged_shards(
     )
 
     def local_rows(weight: DTensor, lora_b: DTensor, lora_a: Tensor) -> Tensor:
+        """Computes this rank's rows of the merged weight."""
         rows_b = lora_b.to_local().detach()
         return torch.addmm(weight.to_local().float(), rows_b, lora_a, alpha=scale)
 
@@ -193,7 +204,8 @@ def merged_shards(
 
 @torch.no_grad()
 def gather_adapters(shards: list[Shard], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Collective: one all-gather. Returns the full tensors [rows, columns], cast on the shard."""
+    """Collective: one all-gather. Returns the full matrices by name. Each rank casts its rows to
+    `dtype` before they are sent."""
     full = gather_rows((shard.parameter, shard.local_rows().to(dtype)) for shard in shards)
     return {shard.name: tensor for shard, tensor in zip(shards, full, strict=True)}
 
@@ -217,7 +229,8 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 def adapters_at_zero(model: nn.Module) -> Iterator[None]:
     """Makes all adapters add 0 inside the block.
 
-    The result is that of the base, computed in another way than by `adapters_off`."""
+    The model then computes what the base alone does, by other code than with `adapters_off`: a
+    proof can compare the two."""
     scales = [(layer.scaling, dict(layer.scaling)) for layer in _adapted_layers(model)]
     try:
         for scaling, values in scales:
@@ -229,9 +242,10 @@ def adapters_at_zero(model: nn.Module) -> Iterator[None]:
 
 
 def write_peft_config(model: Any, base_model: str, folder: Path) -> None:
-    """Writes adapter_config.json.
+    """Writes adapter_config.json into `folder`.
 
-    With adapter_model.safetensors beside it, peft and vLLM load the folder."""
+    peft and vLLM can load a folder that has it and adapter_model.safetensors. `base_model` is the
+    folder or hub id of the base."""
     config = model.peft_config["default"].to_dict()
     config |= {
         "base_model_name_or_path": base_model,

@@ -111,10 +111,10 @@ class HostStorages:
             raise RuntimeError(f"{len(self._away)} tensors are in host memory ({self._hint})")
 
     def move_out(self, owner: str, tensors: list[Tensor]) -> None:
-        """Moves those of `tensors` out that are not away yet.
+        """Moves `tensors` to host memory. Tensors that are away already stay as they are.
 
-        `owner` names the list of tensors. Its tensors must come in the same order at each call,
-        since each has a host buffer by its number."""
+        `owner` is a name for this list of tensors. At each call with this name the tensors must
+        come in the same order, since each has a host buffer by its number in the list."""
         leaving: dict[str, torch.UntypedStorage] = {}
         for number, tensor in enumerate(tensors):
             name = f"{owner}.{number}"
@@ -160,7 +160,7 @@ class HostStorages:
 class ParkedModel(HostStorages):
     """Keeps a model, such as a reward model, in host memory while it is not used.
 
-    Call `fetch` before its use and `park` after it."""
+    Call `fetch` before each use of the model, and `park` afterwards."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__("ParkedModel.fetch comes first")

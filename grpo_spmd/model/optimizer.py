@@ -40,6 +40,7 @@ class AdamW8bit(Optimizer):
     """
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float]) -> None:
+        """`params` are parameters or groups of parameters, as for torch's AdamW."""
         super().__init__(params, {"lr": lr, "betas": betas, "eps": _EPS, "weight_decay": 0.0})
 
     @torch.no_grad()
@@ -142,6 +143,7 @@ def _by_column(scales: Tensor, codes: Tensor) -> Tensor:
 
 
 def _local(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor, and a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -65,9 +65,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Policy(nn.Module):
     """A causal LM that scores completions.
 
-    Trained parameters are float32; the others, and arithmetic, are in the compute dtype. Call only
-    the module itself (`policy(...)`) and `plain_logits`, which returns whole logits for a check:
-    around these two FSDP gathers the embedding and the lm_head, which no inner module does."""
+    Trained parameters are float32; frozen parameters, and arithmetic, are in the compute dtype.
+    Call only the module itself (`policy(...)`), or `plain_logits`, which returns whole logits for a
+    check. FSDP gathers the embedding and the lm_head around calls of these two, and not around
+    calls of an inner module."""
 
     def __init__(
         self,
@@ -94,8 +95,8 @@ class Policy(nn.Module):
         )
         self.attention = attention
         self.saved = saved_layout(self.model)
-        """The names and rows under which a checkpoint and the engine have the parameters that they
-        do not have under their own."""
+        """For each parameter that checkpoints and the engine have under other names (such as an
+        MoE's experts): these names, and which rows of the parameter they hold."""
         self.compute_dtype = dtype
         self.lora = LoraConfig()  # no adapters
         self.max_rollout_tokens = 0
@@ -109,32 +110,37 @@ class Policy(nn.Module):
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the whole model, adapters included, a tied one counted once."""
+        """Number of parameters of the whole model, adapters included, a tied one counted once."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     @property
     def sequence_ranks(self) -> int:
-        """Ranks that share a row."""
+        """Number of ranks that share each row (sequence parallelism); 1 without a sequence
+        group."""
         return 1 if self.sequence_group is None else dist.get_world_size(self.sequence_group)
 
     @property
     def counts_rows(self) -> bool:
-        """True on the rank that counts the rows of its sequence group in metrics and proofs."""
+        """True on one rank of each group that shares its rows (sequence_group): the rank that
+        counts these rows in metrics and proofs, so that they are counted once."""
         return self.sequence_group is None or dist.get_rank(self.sequence_group) == 0
 
     @property
     def num_active_parameters(self) -> int:
-        """Parameters that a token is multiplied with: of the experts those that it takes."""
+        """Number of parameters that a token is multiplied with: of an MoE layer's experts only
+        those that the router chooses."""
         shapes = {name: tuple(p.shape) for name, p in self.named_parameters()}
         return num_active_parameters(shapes, self.model.config.to_dict())
 
     def forward(
         self, batch: MicroBatch, *terms: Term, only_term: bool = False
     ) -> Scores | tuple[Any, ...]:
-        """Collective. Returns logprobs of `batch.target_ids` and entropies, float32 [C].
+        """Collective. Returns (logprobs of `batch.target_ids`, entropies, *results of `terms`).
 
-        Entropies are those of the distributions that the targets were drawn from. After them come
-        the results of `terms`; with `only_term` these alone."""
+        Logprobs and entropies are float32 [C], for the C completion tokens; an entropy is that of
+        the distribution over all tokens at the target's position. `terms` are further functions of
+        the hidden states and the head (a critic's values, a divergence from a teacher). With
+        `only_term` only their results are returned."""
         group = self.sequence_group
         part = batch if group is None else slice_row(batch, group)
         row = row_inputs(part, self.attention, batch.routes, group)
@@ -156,7 +162,8 @@ class Policy(nn.Module):
         return (*scores, *(term(hidden, head) for term in terms))
 
     def plain_logits(self, token_ids: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Collective. Returns logits [S, L, V] of rows of one sequence each, or [S, n, V].
+        """Collective. Returns the logits [S, L, V] of S unpacked sequences `token_ids` [S, L], or
+        [S, n, V] at the n `positions` only.
 
         It is HF's own forward pass with nothing of ours: proofs/ compares `forward` with it."""
         options: Any = {} if positions is None else {"logits_to_keep": positions}
@@ -227,9 +234,9 @@ def build_policy(
     It is built on the meta device, sharded by FSDP2, and each rank reads its own rows. With
     `config.lora.rank` only adapters train, initialised from `seed`, and the base is frozen in the
     compute dtype. Without `trainable` all of it is frozen so, and `role` is its name in the log.
-    `max_rollout_tokens` bounds a rollout's tokens, as the engine is told: some models have other
-    rotary
-    factors for long ones. `replays_routes`: the engine records routes for this policy."""
+    `max_rollout_tokens` is the largest number of tokens of a rollout, the same as in the engine:
+    some models choose their rotary factors by it. `replays_routes` is True if the engine records
+    the experts that an MoE's routers choose, which this policy then replays."""
     hf_config = trainable_config(config.path, max_rollout_tokens)
     compute = DTYPES[config.dtype]
     has_adapters = trainable and config.lora.rank > 0
@@ -289,7 +296,10 @@ def build_policy(
 
 
 def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
-    """Raises ConfigError if FSDP, which gives whole experts to a rank, would pad by a quarter."""
+    """Raises ConfigError if FSDP would pad the experts of an MoE layer by more than a quarter.
+
+    FSDP shards them by the first dimension, the experts: each rank holds equally many whole
+    experts, with padding where there are too few."""
     for parameter in policy.model.parameters():
         num_rows = len(parameter)
         padded = -(-num_rows // num_ranks) * num_ranks
@@ -303,9 +313,11 @@ def _refuse_padded_experts(policy: Policy, num_ranks: int, path: str) -> None:
 def build_reference(
     policy: Policy, config: ModelConfig, temperature: float, kl_coef: float, session: Session
 ) -> Callable[[MicroBatch], Scores] | None:
-    """Collective. Returns the frozen model that the run starts from, None without a KL term.
+    """Collective. Returns the reference model, the frozen model that the run starts from, as a
+    function from a micro-batch to its logprobs and entropies. Returns None without a KL term.
 
-    If adapters train, it is the policy without them, and no second model is built."""
+    If only adapters train, the reference is the policy with its adapters switched off, and no
+    second model is built."""
     if not kl_coef:
         return None
     if policy.lora.rank:
@@ -316,13 +328,14 @@ def build_reference(
 
 
 def _base_scores(policy: Policy, batch: MicroBatch) -> Scores:
+    """Collective. Returns logprobs and entropies by the policy's base model, without adapters."""
     with lora.adapters_off(policy.model):
         scores: Scores = policy(batch)
     return scores
 
 
 def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
-    """Yields the base model's sharded parameters, by HF name, in one order on all ranks.
+    """Yields (HF name, sharded parameter) of the base model, in the same order on all ranks.
 
     The parameters of adapters and a tied lm_head are left out. Raises RuntimeError if a parameter
     is in host memory (model.offload)."""
@@ -339,9 +352,10 @@ def hf_named_parameters(policy: Policy) -> Iterator[tuple[str, DTensor]]:
 
 
 def hf_named_shards(policy: Policy) -> Iterator[lora.Shard]:
-    """Yields what the engine must hold, by HF name: the base, maybe with adapters merged into it.
+    """Yields the weights that the engine must hold, as shards with HF names. They are those of the
+    base or, with `model.lora.sync: merged`, those of the base with the adapters merged into them.
 
-    Collective if adapters are merged (`model.lora.sync`)."""
+    Collective if adapters are merged."""
     if policy.lora.rank and policy.lora.sync == "merged":
         yield from lora.merged_shards(policy.model, policy.lora, hf_named_parameters(policy))
         return
@@ -372,12 +386,13 @@ def set_up_layer(
     compile: bool,
     run: Callable[..., Any] | None = None,
 ) -> None:
-    """Makes a layer recompute its activations (all, or `selective`) and compiles it.
+    """Sets up activation checkpointing (of all activations, or `selective`) and torch.compile for
+    one decoder layer. Only `layer.forward` changes.
 
-    If `run` is given, it is called with the layer's forward and arguments, in recomputations too.
-
-    Call it before FSDP wraps the layer: FSDP's hooks, which gather the parameters before the layer
-    runs again, then stay outside. Only `layer.forward` changes."""
+    If `run` is given, each pass calls it with the layer's forward method and arguments, and so do
+    recomputations (LayerRouter.run_layer replays an MoE's routes in this way). Call it before FSDP
+    wraps the layer: FSDP's hooks, which gather the parameters before the layer runs again, then
+    stay outside of the checkpoint."""
     forward = layer.forward
     if compile:
         forward = torch.compile(forward, dynamic=True)  # one kernel for all lengths from the start
@@ -396,6 +411,8 @@ def set_up_layer(
 
 
 def _keep_products() -> Any:
+    """Returns the contexts for torch's selective checkpointing, which keep the results of
+    _KEPT_OPERATORS. Called once for each forward pass of a layer."""
     operators = []
     for name in _KEPT_OPERATORS:
         with suppress(AttributeError):
@@ -409,12 +426,12 @@ def load_weights(
     folder: Path,
     stored: SavedLayout | None = None,
 ) -> None:
-    """Fills every shard from safetensors: each rank reads its own rows of each tensor only.
+    """Fills parameters from the safetensors in `folder`. Each rank reads only its own rows.
 
-    `parameters` are DTensors with their HF names, or plain tensors, which are read whole; `stored`
-    says where those are that the files do not have under these names.
-    Raises ConfigError for a tensor that is missing, has another shape, or has a value that is not
-    finite."""
+    `parameters` are pairs (HF name, DTensor), or (HF name, plain tensor), which is read whole.
+    `stored` says which tensors of the files hold those parameters that the files do not have under
+    these names. Raises ConfigError for a tensor that is missing, has another shape, or has a value
+    that is not finite."""
     files = tensor_files(folder)
     for hf_name, parameter in parameters:
         local, start = parameter, 0
@@ -423,7 +440,8 @@ def load_weights(
         whole = SavedTensor(hf_name, 0, tuple(parameter.shape))
         for saved in (stored or {}).get(hf_name, [whole]):
             read_rows(saved, files, folder, rows=as_matrix(local), start=start)
-        # Else the first weight sync would look broken: NaN is not equal to itself.
+        # Refuse NaN here. Else the first proof of the weight sync would fail and blame the sync,
+        # since NaN is not equal to itself.
         if not local.isfinite().all():
             raise ConfigError(
                 f"model.path: {hf_name} in {folder} has values that are NaN or infinite; "

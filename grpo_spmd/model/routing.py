@@ -1,5 +1,5 @@
-"""Makes the policy's routers of a mixture of experts replay the engine's routes, and adds the
-load-balance loss.
+"""Makes the policy's routers of a mixture of experts (MoE) replay the engine's routes, the experts
+that the engine's routers chose for each token, and adds the load-balance loss.
 
 A router computes a probability of each of E experts for each token, and takes the k experts with
 the largest. In a replay the k experts that the engine took are given. Their outputs are still
@@ -58,8 +58,8 @@ def layer_routers(model: Any) -> dict[int, nn.Module]:
 
 
 def _can_replay(router: nn.Module) -> bool:
-    """Returns True if a router is a matrix [E, H] whose forward pass takes the hidden states alone
-    and chooses with topk, as `_GivenExperts` expects."""
+    """Returns True if `_GivenExperts` can replay routes in this router: it has a weight matrix, its
+    forward pass takes only the hidden states, and it chooses the experts with topk."""
     weight, forward = getattr(router, "weight", None), inspect.unwrap(type(router).forward)
     is_simple = len(inspect.signature(forward).parameters) == 2  # self and the hidden states
     return isinstance(weight, Tensor) and is_simple and "topk" in forward.__code__.co_names
@@ -90,8 +90,9 @@ def num_experts(hf_config: Any) -> int:
 class LayerRouter:
     """Replaces the forward method of one decoder layer's router.
 
-    While `run_layer` runs the layer, the router replays the routes of the packed row, or counts
-    where its own differ from them."""
+    While `run_layer` runs the layer, the router replays the routes of the packed row: it takes the
+    experts that the engine took. If the row is not to be replayed, it chooses experts by itself and
+    counts the tokens for which they differ from the engine's."""
 
     def __init__(self, router: nn.Module, layer: int, kind: RouterKind, num_experts: int) -> None:
         """`layer` is the number of the decoder layer."""
@@ -117,8 +118,8 @@ class LayerRouter:
         finally:
             self._row = None
 
-    # Not compiled: torch.compile would have to trace through _GivenExperts, and could gain little
-    # on so small a computation.
+    # Not compiled: torch.compile would have to trace through _GivenExperts, and a router's
+    # computation is so small that little could be gained.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
         """Returns what transformers' router returns: logits, and the weights and indices of the
@@ -164,6 +165,7 @@ class _GivenExperts(TorchFunctionMode):
     other shapes and stay as they are; they have no effect on the given experts."""
 
     def __init__(self, experts: Tensor, num_experts: int) -> None:
+        """`experts` [T, k] are the given experts of each token, int64; E is `num_experts`."""
         super().__init__()
         self._experts = experts
         self._shape = (len(experts), num_experts)
@@ -171,6 +173,8 @@ class _GivenExperts(TorchFunctionMode):
         self.is_asked = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls this in place of each function: returns the given experts and their scores
+        for such a topk, and runs any other function."""
         if func in (torch.topk, Tensor.topk) and args[0].shape == self._shape:
             self.is_asked = True
             return args[0].gather(-1, self._experts), self._experts

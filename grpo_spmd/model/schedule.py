@@ -72,8 +72,8 @@ def changed_schedule(
 
 
 def _rate(flat: Mapping[str, Any], num_updates: int) -> tuple[float, int]:
-    """Returns the learning rate of the next optimizer step, and the number of steps of the whole
-    run, by a flat config."""
+    """Returns (the learning rate of the next optimizer step, the number of optimizer steps of the
+    whole run) by a flat config, whose keys are "optimizer.lr" and so on."""
 
     def section(cls: type, name: str, *keys: str) -> Any:
         """Returns section `name` of the config with these keys, and defaults for all others."""

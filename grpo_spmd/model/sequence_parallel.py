@@ -30,8 +30,10 @@ SEQUENCE_ATTENTION = "grpo_spmd_sequence"
 
 
 def slice_row(row: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
-    """Returns the part of a row that this rank of the group runs: the tokens of its slice, and the
-    predictions that are made there. All other fields are those of the whole row."""
+    """Returns the part of a row that this rank of the group runs through the layers.
+
+    The result has the tokens of this rank's slice, and the predictions that are made there. All
+    other fields are those of the whole row."""
     rank = dist.get_rank(group)
     num_tokens = len(row.input_ids) // dist.get_world_size(group)
     start = rank * num_tokens
@@ -51,17 +53,23 @@ def slice_row(row: MicroBatch, group: dist.ProcessGroup) -> MicroBatch:
 def gather_scores(scores: Scores, slice_predictions: list[int], group: dist.ProcessGroup) -> Scores:
     """Collective over `group`. Returns the logprobs and entropies [C] of the whole row.
 
-    `scores` are those of this rank's slice; `slice_predictions` counts those of each rank. The
-    backward pass takes the gradient of this rank's slice, without communication."""
+    `scores` has the logprobs and entropies of this rank's slice; `slice_predictions` has their
+    number on each rank of the group. The backward pass takes the gradient of this rank's slice,
+    without communication."""
     logprobs, entropy = _GatherScores.apply(*scores, slice_predictions, group)
     return logprobs, entropy
 
 
 class _GatherScores(torch.autograd.Function):
+    """All-gathers logprobs and entropies of the slices of a row; see `gather_scores`.
+
+    The backward pass keeps the gradient of this rank's slice, and sends nothing."""
+
     @staticmethod
     def forward(
         ctx: Any, logprobs: Tensor, entropy: Tensor, counts: list[int], group: dist.ProcessGroup
     ) -> Scores:
+        """`counts` has the number of predictions in the slice of each rank of the group."""
         rank = dist.get_rank(group)
         end = list(accumulate(counts))[rank]
         ctx.predictions = slice(end - counts[rank], end)
@@ -82,7 +90,8 @@ class _GatherScores(torch.autograd.Function):
 
 
 class _ExchangeBlocks(torch.autograd.Function):
-    """Sends blocks [N, ...] to the ranks of a group (`exchange_blocks`), and gradients back."""
+    """All-to-all with a gradient: sends block i of `blocks` [N, ...] to rank i of a group of N
+    (`exchange_blocks`). The backward pass sends the gradients back in the same way."""
 
     @staticmethod
     def forward(ctx: Any, blocks: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -66,6 +66,8 @@ class ValueModel(nn.Module):
     Call only `forward` and `plain_values`, in which FSDP gathers the parameters."""
 
     def __init__(self, decoder: Any, hidden_size: int, attention: Backend) -> None:
+        """`decoder` is HF's decoder without lm_head; `hidden_size` is the width of its hidden
+        states."""
         super().__init__()
         self.backbone = decoder
         self.attention = attention
@@ -210,7 +212,8 @@ class PolicyValues(nn.Module):
         return _head_values(self.head, states[0])
 
     def reshard(self) -> None:
-        """Frees the policy's gathered root parameters."""
+        """Frees the parameters of the policy's root module that FSDP has gathered. Called after
+        forward passes without a backward pass, which would free them."""
         cast(FSDPModule, self.policy).reshard()
 
 
@@ -250,6 +253,8 @@ class RewardModel(nn.Module):
     Call only `forward` and `plain_score`, in which FSDP gathers the parameters."""
 
     def __init__(self, config: Any, label: int, attention: Backend, dtype: torch.dtype) -> None:
+        """Builds the model of transformers' `config` on the current device. `label` is the index of
+        the head's row that gives the score."""
         super().__init__()
         self.model = build_hf_model(
             config,
@@ -327,9 +332,9 @@ def build_reward_model(
     """Collective. Returns the reward model in `files.folder`, frozen and in the policy's compute
     dtype.
 
-    It is built on the meta device and sharded by FSDP2, and each rank reads only its own rows.
-    Raises ConfigError, which names the reward's key, if packed rows cannot run through the model or
-    if its head is another."""
+    It is built on the meta device and sharded by FSDP2, and each rank reads only its own rows of
+    the weights. Raises ConfigError, which names the reward's config key, if packed rows cannot run
+    through the model, or if it does not score a text by a head at the text's last token."""
     with errors_about(f"{files.where}.model"):
         path = str(files.folder)
         hf_config = load_config(path)

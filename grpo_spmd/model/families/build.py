@@ -1,12 +1,14 @@
 """Builds transformers' models, and says where the rows of their parameters lie in a checkpoint.
 
-Whatever goes wrong becomes one line. Layers that run along the row, by a convolution or a recurrent
-state (gated delta nets, Mamba, short convolutions), carry values from one token of a row to the
-next, and so from one sequence into the next. Here their forward pass gets each sequence by itself.
+An error of transformers becomes a ConfigError of one line. Layers with a convolution or a recurrent
+state (gated delta nets, Mamba, short convolutions) carry values from one token of a packed row to
+the next, and so from one sequence into the next. SequenceWise therefore calls their forward pass
+for each sequence by itself.
 
-transformers renames some parameters, and keeps all experts of a layer in one: `gate_up_proj`
-[experts, 2 * intermediate, hidden] has the tensors of two matrices of each expert. Its own
-conversion says which; no name of a model stands here."""
+transformers renames some parameters when it loads a checkpoint, and keeps all experts of a layer in
+one parameter: `gate_up_proj` [experts, 2 * intermediate, hidden] has two matrices of each expert,
+which are tensors of their own in the checkpoint. Which tensors go where is read from transformers'
+own conversion, so that no name of a model is needed here."""
 
 from __future__ import annotations
 
@@ -60,10 +62,11 @@ _KERNEL_FUNCTIONS = ("causal_conv1d_fn", "torch_chunk_gated_delta_rule")
 
 @contextmanager
 def as_config_error(path: str, problem: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors inside into a ConfigError: the model of `path` `problem`, and the reason.
+    """Turns an error inside its block into a ConfigError that reads "`path` `problem`: reason".
 
-    Errors of the machine, and of other `kinds` if any are given, pass. The traceback is logged at
-    DEBUG."""
+    It turns errors of the `kinds`; without any, those that code raises for a model that it was not
+    written for. Other errors, and those of the machine (such as out of memory), are raised as they
+    are. The traceback is logged at DEBUG."""
     caught = kinds or _MODEL_ERRORS
     try:
         yield
@@ -124,9 +127,9 @@ def decoder_layers(model: Any) -> nn.ModuleList:
 
 
 def initialise_buffers(model: Any) -> None:
-    """Fills the buffers that no checkpoint holds (rotary frequencies) as HF does.
+    """Fills the buffers that no checkpoint holds (such as rotary frequencies) as HF does.
 
-    Raises ConfigError if one stays unfilled."""
+    Raises ConfigError if a buffer stays unfilled."""
     buffers = {
         name: buffer
         for name, buffer in model.named_buffers()
@@ -161,6 +164,8 @@ def keep_hf_classes(path: str) -> Callable[[nn.Module], None]:
     }
 
     def restore(model: nn.Module) -> None:
+        """Restores HF's classes, and gives the modules of vLLM's `model` a subclass with vLLM's
+        additions."""
         for hf_class, (bases, members) in saved.items():
             if hf_class.__bases__ == bases:
                 continue
@@ -185,17 +190,19 @@ def keep_hf_classes(path: str) -> Callable[[nn.Module], None]:
 
 
 def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    """Yields all direct and indirect subclasses of a class."""
     for subclass in base.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)
 
 
 def compute_by_sequence(model: nn.Module) -> None:
-    """Makes what runs along the row in a model's layers begin anew with each sequence.
+    """Makes convolutions and recurrent states in a model's layers start anew in each sequence of a
+    packed row.
 
-    That is each of a layer's own modules with a convolution in it, since all kinds of recurrent
-    layers have one. What the module computes does not matter: its own forward pass is called for
-    each run of equally long sequences, as if they were a batch."""
+    It wraps each direct child of a decoder layer that has a convolution (SequenceWise), since all
+    kinds of recurrent layers have one. What the child computes does not matter: its own forward
+    pass is called for each run of equally long sequences, as if they were a batch."""
     for layers in model.modules():
         for layer in layers if isinstance(layers, nn.ModuleList) else ():
             for child in layer.children():
@@ -214,9 +221,11 @@ def can_import(module: str, name: str) -> bool:
 
 @functools.cache
 def _has_kernels() -> bool:
-    """Returns True if transformers takes kernels for packed rows of gated delta nets.
+    """Returns True if transformers uses the kernels for gated delta nets that can run packed rows,
+    of causal-conv1d and flash-linear-attention.
 
-    Without either package it takes code of its own, which ignores where sequences begin."""
+    If one of these packages is missing, it uses PyTorch code of its own, which ignores where
+    sequences begin."""
     return can_import("causal_conv1d", "causal_conv1d_fn") and can_import(
         "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"
     )
@@ -242,11 +251,13 @@ def torch_functions(code: dict[str, Any]) -> Iterator[None]:
 
 
 class SequenceWise:
-    """Replaces the forward passes of a decoder layer and of a module in it that runs along the row.
+    """Makes a recurrent module of a decoder layer compute each sequence of a packed row by itself.
 
-    Without a packed row both are as before."""
+    It replaces the forward methods of the layer, to get the row's layout, and of the module. In a
+    pass without a packed row both compute what they did before."""
 
     def __init__(self, layer: nn.Module, module: nn.Module) -> None:
+        """`module` is a child of `layer` with a convolution or a recurrent state."""
         self.layer = layer
         # The module's own forward pass, [number, length, D] to the same.
         self._module_forward: Callable[..., Tensor] = module.forward
@@ -258,21 +269,24 @@ class SequenceWise:
         module.forward = self._compute
 
     def observe(self, observer: Callable[..., Tensor]) -> None:
-        """Has `observer` called in the place of the module's own forward pass, which it gets before
-        the pass's arguments."""
+        """Makes each pass call observer(forward, *arguments) in place of the module's own `forward`
+        method."""
         self._module_forward = functools.partial(observer, self._module_forward)
 
     def _note_layout(self, *args: Any, **options: Any) -> Any:
-        """The layer's forward pass. Not every layer hands its options on (LFM2 does not).
+        """Replaces the layer's forward method: notes the layout of the packed row for `_compute`,
+        and runs the original. Not every layer hands its options on to the module (LFM2 does not).
 
-        It is called again where activations are recomputed, with the same options."""
+        Activation checkpointing calls this again with the same options."""
         self._layout = options.get("packed_layout")
         return self._layer_forward(*args, **options)
 
     # torch.compile would compile again for each set of lengths.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _compute(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        """The module's forward pass over a packed row [1, T, D]."""
+        """Replaces the module's forward method: computes a packed row [1, T, D] so that each of its
+        sequences starts anew, by the kernels if they are there, else as batches of equally long
+        sequences."""
         layout = self._layout
         if layout is not None and layout.backend != "sdpa" and _has_kernels():
             # The kernels begin anew at each sequence by themselves.
@@ -281,7 +295,8 @@ class SequenceWise:
             options |= {"cu_seq_lens_q": layout.starts.long(), "seq_idx": numbers[None].int()}
             return self._module_forward(hidden_states, *args, **options)
         with torch_functions(self._code):
-            # A plain pass of proofs/, which must not be computed by what it proves.
+            # A plain forward pass of proofs/, with which packed rows are compared: it must not use
+            # the code that it checks.
             if layout is None:
                 return self._module_forward(hidden_states, *args, **options)
             rows = hidden_states[0].split([number * length for number, length in layout.runs])
@@ -293,23 +308,25 @@ class SequenceWise:
 
 
 class SavedTensor(NamedTuple):
-    """Describes a tensor of a checkpoint, which has rows of one of the model's parameters.
+    """Describes a tensor of a checkpoint that holds consecutive rows of one of the model's
+    parameters, such as one expert's matrix.
 
     All dimensions of a parameter but the last count as rows."""
 
     name: str
     """Name in the checkpoint."""
     start: int
-    """Index of the first of the parameter's rows that it has."""
+    """Index, in the parameter, of the first row that this tensor holds."""
     shape: tuple[int, ...]
     """Shape in the checkpoint."""
 
     @property
     def num_rows(self) -> int:
+        """Number of the parameter's rows that this tensor holds."""
         return num_rows(self.shape)
 
 
-# The tensors of a checkpoint by the name of the parameter whose rows they have.
+# By the name of a parameter: the tensors of a checkpoint that hold its rows.
 SavedLayout = dict[str, list[SavedTensor]]
 
 
@@ -325,17 +342,18 @@ def is_mixture(model: Any) -> bool:
 
 
 def constants(model: Any, prefix: str = "") -> dict[str, Tensor]:
-    """Returns the model's constants, by name: buffers that a checkpoint holds, alike on all
-    ranks."""
+    """Returns the model's constants by name: buffers that a checkpoint holds and nothing trains
+    (`is_constant`). They are whole and equal on all ranks."""
     buffers = model.named_buffers(prefix)
     return {name: buffer for name, buffer in buffers if is_constant(name)}
 
 
 def saved_layout(model: Any) -> SavedLayout:
-    """Returns what transformers would write of each parameter that it does not write as it is.
+    """Returns, for each parameter that transformers would not save as one tensor of its own name,
+    the tensors that it would save.
 
-    {} for a model without experts, whose engine takes the parameters' own names. Raises ConfigError
-    if a tensor on disk has not consecutive rows of one parameter."""
+    Returns {} for a model without experts, whose engine takes the parameters' own names. Raises
+    ConfigError if a saved tensor would not have consecutive rows of one parameter."""
     if not is_mixture(model):
         return {}
     with torch.device("cpu"):  # the model may be under construction on the meta device
@@ -343,6 +361,8 @@ def saved_layout(model: Any) -> SavedLayout:
 
 
 def _layout_of(model: Any) -> SavedLayout:
+    """Returns the SavedLayout of a model with experts, by converting a model whose rows are numbers
+    as transformers does when it saves a model."""
     parameters = dict(model.named_parameters())
     names = list(parameters)
     # Each row of the whole model gets a number, and the conversion shows where the numbers go.
@@ -375,11 +395,11 @@ def _layout_of(model: Any) -> SavedLayout:
 
 
 def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> SavedLayout:
-    """Returns where a checkpoint with tensors of these names has the model's parameters, if they
-    differ. `saved` is the model's `saved_layout`.
+    """Returns which tensors of a checkpoint hold those parameters of the model that it does not
+    have under their own names. `stored` are the names of all its tensors.
 
-    transformers renames some when it loads them (GPT-NeoX's lm_head), and a decoder may have been
-    stored by itself."""
+    transformers renames some parameters when it loads them (GPT-NeoX's lm_head). A decoder may have
+    been stored without the rest of its model. `saved` is the model's `saved_layout`."""
     parameters = dict(model.named_parameters())
     stored = set(stored)
     missing = parameters.keys() - stored
@@ -416,15 +436,17 @@ def stored_layout(model: Any, stored: Iterable[str], saved: SavedLayout) -> Save
 def read_rows(
     saved: SavedTensor, files: Mapping[str, Path], folder: Path, *, rows: Tensor, start: int
 ) -> None:
-    """Fills those of a parameter's `rows` that a tensor on disk has. `start` is the index of the
-    first of them.
+    """Copies values from a tensor on disk into those of a parameter's `rows` that it holds.
 
-    Raises ConfigError as `load_weights` does."""
+    `rows` are consecutive rows of the parameter, such as this rank's shard; `start` is the index of
+    the first one in the parameter. `files` has the file of each tensor by name. Raises ConfigError
+    if the tensor is missing or has another shape."""
     if saved.name not in files:
         raise ConfigError(f"model.path: {folder} has no tensor {saved.name}")
     begin = max(start, saved.start)
     end = min(start + len(rows), saved.start + saved.num_rows)
-    # Opened again for each tensor: pages of a mapping count as resident until it is closed.
+    # Open the file again for each tensor: the pages that were read from a memory-mapped file count
+    # as this process's memory until the file is closed.
     with safe_open(files[saved.name], framework="pt") as file:
         tensor = file.get_slice(saved.name)
         shape = list(tensor.get_shape())

@@ -42,7 +42,8 @@ class LogitsMap(NamedTuple):
 
 
 def logits_map(model: Any) -> LogitsMap:
-    """Returns what a model on the meta device does to its logits.
+    """Returns what a model on the meta device does to its logits, found by running its code after
+    the lm_head on a few numbers.
 
     Raises ConfigError for a map of another form, and if the lm_head does not read the decoder's
     last hidden states as they are."""
@@ -75,7 +76,8 @@ def logits_map(model: Any) -> LogitsMap:
 
 
 class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]
-    """A decoder's output: whatever else a decoder may return is None."""
+    """A decoder's output with hidden states alone: every other attribute that a model may ask for
+    is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -83,7 +85,8 @@ class _Hidden(BaseModelOutputWithPast):  # type: ignore[misc]
 
 
 def _logits_of(model: Any, products: Tensor) -> Tensor:
-    """Returns what transformers' forward pass computes from these products of the lm_head."""
+    """Returns the logits that transformers' forward pass computes if the lm_head's products are
+    `products` [n]. Decoder and lm_head are replaced for this pass."""
     decoder = model.get_decoder()
     head = model.get_output_embeddings()
     hidden = _Hidden(last_hidden_state=products.view(1, -1, 1))
@@ -102,10 +105,11 @@ def _logits_of(model: Any, products: Tensor) -> Tensor:
 def times_slope(
     p: Tensor, log_p: Tensor, log_normalizer: Tensor, factor: float, target: Tensor
 ) -> Tensor:
-    """Multiplies `p` [C, V] in place by the slope 1 - tanh^2 of a soft cap.
+    """Multiplies `p` [C, V] in place by a soft cap's derivative 1 - tanh^2. Returns the derivative
+    at the `target` ids, [C, 1].
 
-    tanh is (log_p + log_normalizer) * factor. Returns the slope at `target` [C, 1]. `log_p` is the
-    only other [C, V], and comes back within rounding."""
+    tanh is (log_p + log_normalizer) * factor. To save memory it is computed in place of `log_p`
+    [C, V], which is restored within rounding."""
     tanh = log_p.add_(log_normalizer).mul_(factor)
     p.addcmul_(p, tanh, value=-1).addcmul_(p, tanh)
     at_target = tanh.gather(-1, target)
@@ -116,11 +120,12 @@ def times_slope(
 def capped_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float
 ) -> Tensor:
-    """Returns causal attention with capped logits, [n, heads, Q, head_dim] as `q`.
+    """Returns causal attention with soft-capped logits, [n, heads, Q, head_dim] as `q`.
 
     The softmax is written out in float32, since no kernel on the CPU has soft caps. `k` and `v` are
-    [n, kv heads, length, head_dim], and the queries are those of the last Q tokens. Few logits
-    exist at a time, and the backward pass computes them again."""
+    [n, kv heads, length, head_dim]; the queries are those of the last Q tokens. `window` is the
+    number of tokens that a query sees, None: all. Only a part of the logits exists at a time, and
+    the backward pass computes them again."""
     number, heads, num_queries, _ = q.shape
     length = k.shape[2]
     start = length - num_queries
@@ -160,10 +165,10 @@ def _attend(
 
 @torch.no_grad()
 def fix_rotary_factors(model: Any, max_rollout_tokens: int) -> None:
-    """Fixes rotary factors that transformers picks by the longest sequence of a row.
+    """Fixes rotary factors that transformers would choose by the longest sequence of a packed row.
 
-    They become those of the engine for rollouts of at most so many tokens, whatever else is in a
-    row. The model's buffers must be filled.
+    They become those that the engine uses for rollouts of at most `max_rollout_tokens` tokens,
+    whatever else is in the row. Call it after `initialise_buffers`.
 
     longrope has short and long factors. transformers takes the long ones for a row with one
     position beyond the original ones; vLLM (0.32) takes one kind for all, by its max_model_len,

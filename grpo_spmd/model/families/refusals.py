@@ -139,7 +139,8 @@ def refuse_structure(model: Any, path: str) -> None:
 
 
 def _refuse_other_experts(experts: Any, where: str) -> None:
-    """Raises ConfigError unless the experts are two matrices each, gate above up and down."""
+    """Raises ConfigError unless each expert of an MoE layer is two matrices without biases:
+    gate_up_proj (the gate's rows above those of up) and down_proj, neither of them transposed."""
     names = {name for name, _ in experts.named_parameters(recurse=False)}
     is_known = (
         names == {"gate_up_proj", "down_proj"}
@@ -155,11 +156,12 @@ def _refuse_other_experts(experts: Any, where: str) -> None:
 
 
 def refuse_tensors(model: Any, folder: Path, saved: SavedLayout) -> SavedLayout:
-    """Raises ConfigError unless the checkpoint has exactly the model's tensors.
+    """Raises ConfigError unless the checkpoint in `folder` has exactly the model's tensors.
 
-    Each must have the model's shape and a dtype of plain numbers (no packed or quantized one): else
-    the model that trains would not be the one that is stored. Returns where it has the parameters
-    that it does not have under their own names (`stored_layout`)."""
+    Each tensor must have the model's shape and a floating point dtype (no codes of a quantised
+    checkpoint): else the model that trains would not be the one that is stored. Returns the
+    checkpoint's `stored_layout`: which tensors hold the parameters that it has under other
+    names."""
     files = tensor_files(folder)
     stored = {
         name: entry
@@ -218,10 +220,11 @@ def refuse_tensors(model: Any, folder: Path, saved: SavedLayout) -> SavedLayout:
 def refuse_unmatched_names(
     model_class: str, missing: Mapping[str, int], unknown: Mapping[str, int]
 ) -> None:
-    """Raises ConfigError if no layout could hold the policy's tensors in the engine's.
+    """Raises ConfigError if policy and engine cannot have the same tensors.
 
-    `missing` has the rows of the policy's tensors that were not found in the engine, `unknown`
-    those of the engine's that were not found in the policy."""
+    `missing` has, by name, the number of rows of the policy's tensors that were not found in the
+    engine; `unknown` that of the engine's tensors that were not found in the policy. An unknown
+    tensor may hold missing ones in a layout that we do not know, if it has rows enough."""
     # A tensor of unknown layout may hold any of the missing ones, as long as it has room for them.
     if sum(missing.values()) > sum(unknown.values()):
         raise ConfigError(
@@ -236,15 +239,18 @@ def refuse_unmatched_names(
 
 
 def _first_and_count(names: Sequence[str]) -> str:
+    """Returns the first name, and how many more there are, for a message."""
     return names[0] + (f" and {len(names) - 1} more" if len(names) > 1 else "")
 
 
 @torch.no_grad()
 def _refuse_other_maths(model: Any, path: str) -> None:
-    """Raises ConfigError if the model attends in another way, or mixes tokens of a row elsewhere.
+    """Raises ConfigError if the model mixes tokens of a packed row elsewhere than in one call of
+    transformers' attention interface per layer, or if its lm_head does not read the decoder's
+    hidden states.
 
-    The code that transformers has for the model runs on the meta device over a packed row: no list
-    of model names could be complete."""
+    To find out, transformers' own code of the model runs over a packed row on the meta device: a
+    list of the names of such models could never be complete."""
     model_class = type(model).__name__
     trace = _Trace()
     sequence_wise = [
@@ -291,12 +297,13 @@ def _refuse_other_maths(model: Any, path: str) -> None:
 class _Trace(TorchDispatchMode):
     """Records the names of torch's operators as they are called.
 
-    A number that is read out of a tensor has no value on the meta device: it is taken to be the
-    number of tokens in the row."""
+    A tensor on the meta device has no values. If the model reads a number out of a tensor (`item`),
+    it gets the number of tokens in the row."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operators: list[str] = []
+        # True while `compute_sequences` runs a recurrent module on whole sequences.
         self._is_within_sequences = False
 
     def compute_sequences(self, forward: Any, states: Tensor, *args: Any, **options: Any) -> Any:
@@ -311,6 +318,8 @@ class _Trace(TorchDispatchMode):
             self._is_within_sequences = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Torch calls this in place of each operator: records its name and runs it, but for the
+        operators that read a number out of a tensor."""
         name = func.overloadpacket.__name__
         if not self._is_within_sequences:
             self.operators.append(name)
@@ -321,7 +330,8 @@ class _Trace(TorchDispatchMode):
 
 
 class _ProbeLayout(PackedLayout):
-    """A layout that records the attention modules that received it, one for each layer."""
+    """A layout of the probe's packed row, which records the ids of the attention modules that
+    received it."""
 
     def __init__(self) -> None:
         super().__init__(_PROBE_LENGTHS, sequence_starts(_PROBE_LENGTHS), "sdpa")
