@@ -64,7 +64,9 @@ class Start:
 
     @property
     def waiting(self) -> list[int]:
-        """The indices in the prompt stream of earlier prompts that tail batching has deferred."""
+        """The indices in the prompt stream of earlier prompts that tail batching has deferred.
+
+        Tail batching starts more prompts than a step trains on, and defers the slowest."""
         return list(self.trainer.get("waiting", []))
 
 
@@ -188,7 +190,7 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """Returns the checkpoints from which the run may start. Only rank 0 calls this.
+    """Returns the checkpoints from which the run may start, the newest first. Runs on rank 0.
 
     `resume` is checkpoint.resume; `is_restart` says whether torchrun has restarted the ranks. Locks
     the folder if the launch continues a run in it. Raises ConfigError if there is another run in
@@ -281,6 +283,7 @@ def _lock(run_dir: Path) -> None:
 
 
 def _write_launch_id(run_dir: Path, launch_id: str) -> None:
+    """Writes the id of a launch into the folder's launch note, which this process has locked."""
     # Written in place, because a new file of that name would not be locked.
     (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")
 

@@ -48,8 +48,9 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Scorers]:
-    """Returns the pool of reward functions and servers, and the scorers of all rewards except the
-    engine's judges and reward models (see open_reward_models).
+    """Returns the pool of reward functions and servers, and the scorers of the run's rewards.
+
+    Judges that the engine serves and reward models are not among them (see open_reward_models).
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
@@ -87,7 +88,7 @@ def open_reward_models(
     preemption: Preemption,
 ) -> Scorers:
     """Collective. Builds the reward models and the judges that the run's own engine serves. Returns
-    `scorers` with these added at the end. Raises ConfigError."""
+    `scorers` with their scorers added at the end. Raises ConfigError."""
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
