@@ -148,7 +148,9 @@ def _saved_tensors(
 
 
 def _other_parts(model: Any, files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _Merged]:
-    """Returns the tensors of a model of several parts that are not those of its text part."""
+    """Returns the tensors of the untrained parts of a model of several parts, such as vision.
+
+    `layout` describes the tensors of the text part in `files`, which is trained."""
     trained = {saved.name for stored in layout.values() for saved in stored}
     if model.config.tie_word_embeddings:
         # A file may have the tied head a second time, as it was before the training.

@@ -168,7 +168,7 @@ def write_manifest(folder: Path, written: dict[str, Fields]) -> None:
 def model_fingerprint(folder: Path) -> str:
     """Returns a SHA-256 over the names, sizes, beginnings and ends of a model's files.
 
-    So models can be distinguished without reading all of their bytes.
+    With it models are told apart without reading all of their bytes.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):

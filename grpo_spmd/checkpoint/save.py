@@ -74,7 +74,8 @@ class _StagedSave:
 
 @dataclass
 class Checkpoints:
-    """Saves the run's state every `every_steps` steps, at the end, and when the run is preempted.
+    """Saves the run's state every checkpoint.every_steps steps, at the end, and when the run is
+    preempted.
 
     Training waits only for the copy into host memory (`stage_if_due`). Then a thread of each rank
     writes and syncs its shard; rank 0's thread adds the other files and gives the folder its name.
@@ -105,7 +106,8 @@ class Checkpoints:
         # A connection to the run's store, by which the writer threads exchange their results.
         self._store = clone_store()
         self._num_saves = 0
-        # The step whose state was staged last, or else the step at which this launch started.
+        # The step whose state was staged last, or else the step at which this launch started; -1
+        # before `load`.
         self._saved_step = -1
         # The seconds of the slowest save, from the begin of the copy to the rename of the folder.
         self._max_save_s = 0.0
@@ -124,7 +126,8 @@ class Checkpoints:
 
     @property
     def time_to_save_s(self) -> float:
-        """The seconds that a save may take now: those of the slowest save so far, or 0 without one.
+        """An estimate of the seconds that a save would take now: those of the slowest save so far,
+        0 before the first.
 
         The time is doubled while a save is running, since that save must end first.
         """

@@ -29,7 +29,7 @@ Messages = list[Fields]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
 _NUM_VIEWED = 20  # view_prompts tokenizes this many of the longest rows, and of the shortest
-_NUM_TOKENIZED = 100  # the first rows of a sample, which are tokenized even if they are short
+_NUM_TOKENIZED = 100  # this many first rows of a sample are tokenized even if they are short
 
 
 def check_prompts_early(
@@ -235,7 +235,8 @@ def check_columns(
 def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
     """Returns what the result of `check_prompts_early` depends on, as the key of a cache.
 
-    The rows and the number of embeddings are left out."""
+    These are digests of the tokenizer's files, versions of libraries, and config values. The rows
+    and the number of embeddings are left out."""
     patterns = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     digests = {path.name: digest_of(path) for path in paths}
@@ -294,7 +295,7 @@ class TemplateRefusal(Exception):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What can be read here of the tokenizer in a model's folder."""
+    """What can be read of the tokenizer in a model's folder without transformers."""
 
     folder: Path
     settings: Fields

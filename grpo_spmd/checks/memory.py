@@ -344,7 +344,8 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     models score; otherwise this is 0. At every such sleep vLLM copies each block of its pool into a
     pinned tensor, even those of a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33).
     Torch rounds the size of each up to a power of two, and keeps the memory for later sleeps
-    (CachingHostAllocator). `tables` are the bytes of one more tensor in the pool."""
+    (CachingHostAllocator). `tables` are the bytes of one more tensor in the pool,
+    the sampler's tables."""
     scores = any(reward.model is not None for reward in config.rewards)
     if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
         return 0

@@ -36,7 +36,9 @@ from grpo_spmd.config.schema import Config, FilePath, RewardConfig
 
 # Control characters and line separators, which have no use in a path or a name.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# Keys whose text may have several lines, and so line breaks.
 _MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine", "stop")
+# Values that a section may have in YAML in the place of a mapping, and that stand for an empty one.
 NULLS = (None, "None", "null")
 _MAX_NUMBER = 1 << 63
 # The limits of Linux.

@@ -101,7 +101,7 @@ class BatchCheck:
         """Collective. Returns what is wrong with the rollouts that this rank sampled and with the
         micro-batches ("rows") that it trains on."""
         result = CheckResult()
-        # Every rank makes the same collectives in the same order, also without a trained group.
+        # Every rank makes the same collectives in the same order, even one without a trained group.
         self._check_completions(result, sampled)
         kl_penalties = _kl_penalties(batch, self._loss)
         rewards = self.rewards_of(sampled, decision)
@@ -576,7 +576,8 @@ def find_misplaced(
         errors.append("not each rollout of the step was sampled once")
     if sorted(decision.plan.ids.tolist()) != all_ids:
         errors.append("the plan does not have each rollout once")
-    # Every rank of a sequence group reports the rows that it shares.
+    # The plan has one entry for each group of ranks that share their micro-batches (one rank
+    # without model.sequence_parallel_size), and every rank of the group reports its rollouts.
     num_sharing = len(reports) // len(decision.plan.lengths[0])
     counts = Counter(i for i, _ in trained)
     hashes = {i: expected for i, expected, _ in sampled}

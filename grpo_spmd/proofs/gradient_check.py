@@ -256,6 +256,8 @@ class GradientCheck:
         settings: UpdateCheckSettings,
         signals: SignalProofs,
     ) -> None:
+        """`updater` makes the pass that is checked; `signals` describes the terms of the loss that
+        teachers and critic add."""
         self._policy = policy
         self._updater = updater
         self._settings = settings
@@ -297,7 +299,8 @@ class GradientCheck:
         *,
         shares_prefixes: bool,
     ) -> CheckResult:
-        """Does the work of `run` while the critic's head, if there is one, is random."""
+        """Collective. Does the work of `run`, while a critic's head on the policy gives random
+        values: a new head is all zeros, which would hide faults."""
         result = CheckResult()
         policy = self._policy
         values = self._values

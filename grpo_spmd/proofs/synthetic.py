@@ -141,6 +141,7 @@ class TrainerPass:
     def __init__(
         self, rollouts: Sequence[Rollout], loss: LossConfig, values: SyntheticValues | None
     ) -> None:
+        """`values` makes value targets; None: no critic learns in the policy's update."""
         self._rollouts = rollouts
         self._loss = loss
         self._values = values
@@ -196,6 +197,7 @@ class RandomTeacher:
     def __init__(
         self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
     ) -> None:
+        """Draws the teacher's lm_head; its vocabulary is the policy's."""
         self.coef = config.coef
         self._config = config
         self._temperature = settings.rollout.temperature

@@ -79,6 +79,8 @@ class UpdateCheck(UpdateObserver):
         tokenizer: Any,
         signals: SignalProofs,
     ) -> None:
+        """`reference` returns the reference model's logprobs of a micro-batch; None: the run has
+        none. `signals` has the checks of teachers and critic."""
         self._settings = settings
         self._session = session
         self._policy = policy
@@ -168,7 +170,7 @@ class UpdateCheck(UpdateObserver):
 
     @property
     def _is_frozen(self) -> bool:
-        """True in the steps in which only a critic learns."""
+        """True in the first steps (critic.warmup_steps), in which only a critic learns."""
         return 0 < self._step <= self._settings.warmup_steps
 
     @property
@@ -244,7 +246,8 @@ class UpdateCheck(UpdateObserver):
 
     @torch.no_grad()
     def _check_files(self, result: CheckResult, model: Policy) -> None:
-        """Compares some rows of some tensors of the frozen weights with the model's files.
+        """Compares some rows of some tensors of the reference, whose weights never change, with the
+        files of the start model.
 
         The files are read at the first check only; later checks compare with the rows that were
         read then."""

@@ -369,6 +369,7 @@ class PolicyCritic(Critic):
     model: PolicyValues
 
     def __init__(self, model: PolicyValues, config: Config) -> None:
+        """Builds the optimizer of the head alone."""
         super().__init__(model, config)
         # The metrics of each optimizer step of the head within the policy's update of this step; {}
         # for a skipped one.

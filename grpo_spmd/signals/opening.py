@@ -129,14 +129,14 @@ def open_reward_models(
 
 @dataclass(frozen=True)
 class Signals:
-    """The critic and the teacher of a run, either of which may be absent (None).
+    """The critic and the teachers of a run, either of which may be absent (None).
 
-    Both have these members, and every call of their methods is collective. `offloadable_models` are
-    the signal's own models, each with its optimizer; they wait in host memory while the engine is
-    awake. `attach` writes the signal into the micro-batches before the first update of the step,
-    and returns the decision with the signal's metrics added on rank 0. `update` trains the signal's
-    own model on the batch after the policy's update, and returns this rank's metrics. `check`
-    returns the signal's part of the running check.
+    `teacher` stands for all teachers. Both have these members, and every call of their methods is
+    collective. `offloadable_models` are the signal's own models, each with its optimizer; they wait
+    in host memory while the engine is awake. `attach` writes the signal into the micro-batches
+    before the first update of the step, and returns the decision with the signal's metrics added on
+    rank 0. `update` trains the signal's own model on the batch after the policy's update, and
+    returns this rank's metrics. `check` returns the signal's part of the running check.
     """
 
     critic: Critic | None = None

@@ -287,6 +287,7 @@ class ServerCheck(TeacherCheck):
     Each request has one rollout, cut after the last compared token."""
 
     def __init__(self, teacher: ServedTeacher, settings: UpdateCheckSettings) -> None:
+        """Sets a bound of differences for servers, which nothing widens."""
         super().__init__(teacher, settings)
         self._served = teacher
         self._bound = _BOUND

@@ -457,6 +457,7 @@ class TeacherCheck:
     """The running check of the teachers' signal: micro-batches against plain forward passes."""
 
     def __init__(self, teacher: Teacher, settings: UpdateCheckSettings) -> None:
+        """Sets the bound of differences in nats, which large logits may widen in a check."""
         self._teacher = teacher
         self._temperature = settings.rollout.temperature
         self._bound = settings.score_bound

@@ -104,6 +104,7 @@ class SyntheticTargets:
     """Makes value targets for synthetic rows, and computes their value loss by its formula."""
 
     def __init__(self, clip: float | None, coef: float) -> None:
+        """`clip` is critic.clip_value (None: no clipping), `coef` the weight of the value loss."""
         self._clip = clip
         self._coef = coef
         # (values, old values, returns), float64, of each row that holds a rollout.
@@ -243,6 +244,8 @@ class CriticUpdateCheck(AdamwCheck):
     UpdateObserver it then recomputes the critic's next optimizer steps."""
 
     def __init__(self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings) -> None:
+        """Makes the settings of the critic's AdamW, which are the policy's but for learning
+        rates."""
         self._critic = critic
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
