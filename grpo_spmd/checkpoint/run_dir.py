@@ -115,7 +115,8 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def remove_old(run_dir: str | Path, keep: int, best_step: int | None) -> None:
-    """Removes all checkpoints except for the newest `keep` and the one of `best_step`.
+    """Removes all checkpoints except for the newest `keep` and the one of `best_step`, if there is
+    a best one (checkpoint.best_metric).
 
     A failure is logged as a warning and does not stop the run.
     """

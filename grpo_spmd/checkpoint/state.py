@@ -71,7 +71,8 @@ class TrainedSignal(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about the whole run that trainer.json records."""
+    """The facts about the whole run that trainer.json records, and that a run which continues from
+    the checkpoint compares with its own."""
 
     model_fingerprint: str
     """The fingerprint of model.path's files. On other ranks than 0 both fingerprints are ""."""
@@ -93,7 +94,7 @@ def run_facts(
     session: Session,
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> RunFacts:
-    """Returns the facts of this run.
+    """Returns the facts of this run. The fingerprints and digests are computed on rank 0 only.
 
     `config` is the whole config as {"section.key": value}. `held_out` has the prompts of each
     evaluation set.

@@ -259,7 +259,8 @@ class Trial(ProcessPool):
 
 
 def _place(report: str) -> str:
-    """Returns the last line of users' code that a traceback names, as " (FILE:LINE)", or ""."""
+    """Returns the place in users' code that a traceback names last, as " (FILE:LINE)"; "" if it
+    names none."""
     places = [place for place in _FRAME.findall(report) if not place[0].startswith(_PACKAGE)]
     return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 

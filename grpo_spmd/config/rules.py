@@ -445,7 +445,7 @@ def _reward_errors(prefix: str, reward: RewardConfig) -> Iterator[str]:
 
 
 def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
-    """Returns the keys among `names` whose value in the section is not the default."""
+    """Returns the keys among `names` that the user has changed: their value is not the default."""
     defaults = {field.name: default_of(field) for field in fields(section)}
     return [name for name in names if getattr(section, name) != defaults[name]]
 

@@ -77,7 +77,10 @@ _Row = dict[str, Any]
 
 
 class BatchCheck:
-    """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
+    """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it.
+
+    `run` computes on each rank once more what should be decided about the rollouts that the rank
+    sampled."""
 
     def __init__(
         self, settings: UpdateCheckSettings, tokenizer: Any = None, *, counts_rows: bool = True
@@ -318,7 +321,9 @@ class BatchCheck:
         return credits
 
     def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
-        """Checks that the completions of a group differ, and that each ends where it should."""
+        """Checks that the completions of a group differ, and that each ends where it should.
+
+        Equal long completions show that the engine has used a seed twice."""
         for group in sampled.groups:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
             logprobs = {tuple(c.token_ids): c.logprobs for c in group.completions}

@@ -590,7 +590,9 @@ class GradientCheck:
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(self._policy))
 
     def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
-        """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE."""
+        """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE.
+
+        `noise` has what rounding alone gives, by the same names; 0 where it was not measured."""
         return {
             name: widen_by_noise(self._gradient_bound, value, _MAX_GRADIENT_BOUND)
             for name, value in noise.items()

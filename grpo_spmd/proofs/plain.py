@@ -189,7 +189,8 @@ def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def use_float32(policy: nn.Module) -> Iterator[None]:
     """Returns a context manager. Within it a model under FSDP computes in float32, with its
-    bfloat16 weights. A backward pass must be within it too."""
+    bfloat16 weights, so that a comparison shows how much bfloat16 arithmetic rounds. A backward
+    pass must be within it too."""
     # Modules with parameters of their own: the experts of a layer are one, with an activation in
     # it. Operations between them follow the dtype of their results. FSDP's hooks run on modules
     # above these and must not be in the mode: they write into bfloat16 buffers, which the mode

@@ -216,7 +216,7 @@ class RandomTeacher:
         return self._config.loss == "sampled"
 
     def teach(self, row: MicroBatch) -> None:
-        """Attaches the teacher's signal to a row."""
+        """Attaches the teacher's signal to a row, and keeps its distributions for `divergence`."""
         if self.is_sampled:
             row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
             return

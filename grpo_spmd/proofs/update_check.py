@@ -327,7 +327,8 @@ class _Shadow:
 class AdamwCheck(UpdateObserver):
     """Follows optimizer steps, and computes the weights and moments that each should leave.
 
-    A "shadow" is its own copy of one small tensor, on which it makes AdamW's steps."""
+    A "shadow" is the check's copy of this rank's rows of one small tensor, on which the check makes
+    AdamW's steps in float64."""
 
     def __init__(
         self,
