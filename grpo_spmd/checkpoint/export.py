@@ -57,7 +57,7 @@ _ADAPTER_VARIANTS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern")
 
 @dataclass(frozen=True)
 class _Piece:
-    """The place of consecutive rows of a tensor: all that one shard file has of it."""
+    """The place of consecutive rows of a tensor: all rows of it that one rank's shard file has."""
 
     file: Path
     first_row: int
@@ -94,6 +94,7 @@ class _StoredRows:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor in HF's format."""
         return self.saved.shape
 
     def read(self, dtype: str) -> Tensor:
@@ -120,9 +121,10 @@ def _saved_tensors(
     """Returns the tensors by their names in HF's format, in which each expert has tensors of its
     own.
 
-    `folder` has the model's config.json. If it is that of several models, whose text part was
-    trained, the names are those of the run's base model, and its other parts are returned too.
-    Raises ConfigError if that model cannot be found.
+    `folder` has the model's config.json. If the model has several parts (such as vision and text),
+    of which only the text part was trained, the names are those of the run's base model, and the
+    tensors of its other parts are returned too. Raises ConfigError if the base model cannot be
+    found.
     """
     is_part = has_text_part(read_model_config(folder))
     if not is_part and all(len(tensor.shape) < 3 for tensor in tensors.values()):
@@ -146,7 +148,9 @@ def _saved_tensors(
 
 
 def _other_parts(model: Any, files: Mapping[str, Path], layout: SavedLayout) -> dict[str, _Merged]:
-    """Returns the tensors of a model of several parts that are not those of its text part."""
+    """Returns the tensors of the untrained parts of a model of several parts, such as vision.
+
+    `layout` describes the tensors of the text part in `files`, which is trained."""
     trained = {saved.name for stored in layout.values() for saved in stored}
     if model.config.tie_word_embeddings:
         # A file may have the tied head a second time, as it was before the training.
@@ -160,9 +164,10 @@ def _other_parts(model: Any, files: Mapping[str, Path], layout: SavedLayout) -> 
 
 
 def _base_files(path: str, trainer: Fields, remedy: str) -> dict[str, Path]:
-    """Returns the file of each tensor of the model that a run began with.
+    """Returns the file of each tensor of the model that a run began with, a folder or a hub id.
 
-    Raises ConfigError, with `remedy`, if it is not at `path`, or if another model is."""
+    Raises ConfigError, with `remedy`, if there is no model at `path`, or another one than
+    trainer.json (`trainer`) recorded."""
     from huggingface_hub.errors import HfHubHTTPError
 
     from grpo_spmd.model.config_json import checkpoint_folder, tensor_files

@@ -100,10 +100,10 @@ def read_trainer(checkpoint: Path, needed: Sequence[str] = ("step",)) -> Fields:
 
 
 def _read_json(checkpoint: Path, name: str) -> Fields:
-    """Returns the JSON object in one of a checkpoint's files, which has a format number.
+    """Returns the JSON object of a checkpoint's file `name`, after checking its format number.
 
-    Raises CheckpointError if it is missing or damaged, and NewerFormatError if this version does
-    not know the format.
+    Raises CheckpointError if the file is missing or damaged, and NewerFormatError if this version
+    does not know the format.
     """
     try:
         value = files.read_json(checkpoint / name)
@@ -125,7 +125,7 @@ def verify_files(checkpoint: Path, rank: int = 0, num_ranks: int = 1) -> None:
     """Compares the files of a checkpoint with its manifest. Raises CheckpointError if they differ.
 
     The ranks share the reading: every rank compares the names of all files, but sizes and SHA-256
-    only of the files number `rank`, `rank + num_ranks`, and so on.
+    only of the files with the numbers `rank`, `rank + num_ranks`, and so on.
     """
     files = read_manifest(checkpoint)
     for name in sorted(files)[rank::num_ranks]:
@@ -168,7 +168,7 @@ def write_manifest(folder: Path, written: dict[str, Fields]) -> None:
 def model_fingerprint(folder: Path) -> str:
     """Returns a SHA-256 over the names, sizes, beginnings and ends of a model's files.
 
-    So models can be distinguished without reading all of their bytes.
+    With it models are told apart without reading all of their bytes.
     """
     digest = hashlib.sha256()
     for path in sorted(folder.iterdir()):
@@ -184,5 +184,6 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hexadecimal digits. Raises UntrustedError for a link."""
     with files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -64,7 +64,9 @@ class Start:
 
     @property
     def waiting(self) -> list[int]:
-        """The indices in the prompt stream of earlier prompts that tail batching has deferred."""
+        """The indices in the prompt stream of earlier prompts that tail batching has deferred.
+
+        Tail batching starts more prompts than a step trains on, and defers the slowest."""
         return list(self.trainer.get("waiting", []))
 
 
@@ -113,7 +115,8 @@ def set_aside(checkpoint: Path) -> None:
 
 
 def remove_old(run_dir: str | Path, keep: int, best_step: int | None) -> None:
-    """Removes all checkpoints except for the newest `keep` and the one of `best_step`.
+    """Removes all checkpoints except for the newest `keep` and the one of `best_step`, if there is
+    a best one (checkpoint.best_metric).
 
     A failure is logged as a warning and does not stop the run.
     """
@@ -188,21 +191,22 @@ def is_same_launch(run_dir: str | Path) -> bool:
 
 
 def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
-    """Returns the checkpoints from which the run may start. Only rank 0 calls this.
+    """Returns the checkpoints from which the run may start, the newest first. Runs on rank 0.
 
     `resume` is checkpoint.resume; `is_restart` says whether torchrun has restarted the ranks. Locks
     the folder if the launch continues a run in it. Raises ConfigError if there is another run in
     the folder, or if another process holds it.
     """
     if not is_restart and is_same_launch(run_dir):
-        # An earlier launch had the same id. Its note is cleared, so that a restart of this launch
-        # does not take it for its own.
+        # An earlier launch had the same id. The note is cleared, so that a restart of this launch
+        # does not take that launch's note for its own.
         _lock(run_dir)
         _write_launch_id(run_dir, "")
     # True if an earlier attempt of this launch has begun the run, where `resume` says.
     has_begun = is_restart and is_same_launch(run_dir)
     is_named = resume not in ("auto", "never")
-    # In that case the run's own checkpoints are newer than the named one from which it started.
+    # Then the run's own checkpoints are newer than the one that `resume` names, from which the run
+    # began.
     if has_begun and list_checkpoints(run_dir):
         is_named = False
     goes_on = has_begun or resume == "auto" or (is_named and is_inside(resume, run_dir))
@@ -218,10 +222,12 @@ def find_candidates(run_dir: Path, resume: str, is_restart: bool) -> Candidates:
 
 
 def begin_in(run_dir: Path, start: Start) -> None:
-    """Prepares the folder for a run that begins at `start`, which becomes its newest checkpoint.
+    """Prepares the folder for a run that begins at `start`.
 
-    Only rank 0 calls this, after all checks that could refuse the run. Raises ConfigError if
-    another run is in the folder, or if another process holds it.
+    If `start` is a checkpoint, it is the newest one in the folder afterwards: later ones are set
+    aside, and a checkpoint of another folder is copied. Only rank 0 calls this, after all checks
+    that could refuse the run. Raises ConfigError if another run is in the folder, or if another
+    process holds it.
     """
     _lock(run_dir)
     if not start.goes_on:
@@ -255,7 +261,7 @@ def let_go(run_dir: Path) -> None:
 def _lock(run_dir: Path) -> None:
     """Locks the folder until `let_go`, or until this process ends.
 
-    Two jobs in one folder would overwrite each other's checkpoints. Raises ConfigError if another
+    Two runs in one folder would overwrite each other's checkpoints. Raises ConfigError if another
     process holds the folder.
     """
     path = run_dir.resolve() / _LAUNCH
@@ -281,6 +287,7 @@ def _lock(run_dir: Path) -> None:
 
 
 def _write_launch_id(run_dir: Path, launch_id: str) -> None:
+    """Writes the id of a launch into the folder's launch note, which this process has locked."""
     # Written in place, because a new file of that name would not be locked.
     (run_dir / _LAUNCH).write_text(launch_id, encoding="utf-8")
 

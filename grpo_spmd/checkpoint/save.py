@@ -74,7 +74,8 @@ class _StagedSave:
 
 @dataclass
 class Checkpoints:
-    """Saves the run's state every `every_steps` steps, at the end, and when the run is preempted.
+    """Saves the run's state every checkpoint.every_steps steps, at the end, and when the run is
+    preempted.
 
     Training waits only for the copy into host memory (`stage_if_due`). Then a thread of each rank
     writes and syncs its shard; rank 0's thread adds the other files and gives the folder its name.
@@ -102,9 +103,11 @@ class Checkpoints:
         # Why the last save failed; None if it did not. Only rank 0 gets to know of failures in the
         # background.
         self._failure: str | None = None
+        # A connection to the run's store, by which the writer threads exchange their results.
         self._store = clone_store()
         self._num_saves = 0
-        # The step whose state was staged last, or else the step at which this launch started.
+        # The step whose state was staged last, or else the step at which this launch started; -1
+        # before `load`.
         self._saved_step = -1
         # The seconds of the slowest save, from the begin of the copy to the rename of the folder.
         self._max_save_s = 0.0
@@ -123,7 +126,8 @@ class Checkpoints:
 
     @property
     def time_to_save_s(self) -> float:
-        """The seconds that a save may take now: those of the slowest save so far, or 0 without one.
+        """An estimate of the seconds that a save would take now: those of the slowest save so far,
+        0 before the first.
 
         The time is doubled while a save is running, since that save must end first.
         """
@@ -140,15 +144,19 @@ class Checkpoints:
             self.stage(step, position, log_state)
 
     def stage(self, step: int, position: int, log_state: Fields) -> None:
-        """Collective. Waits until the previous save is written, then stages the state after `step`
-        finished steps. The arguments are those of `stage_if_due`."""
+        """Collective. Waits until the previous save is written, then copies the state after `step`
+        finished steps into host memory, from where `write_staged` writes it.
+
+        `position` is the next index in the prompt stream, `log_state` is LogprobCheck.state. If the
+        disk has no room, nothing is staged: the failure is logged and kept, and not raised."""
         self._wait_for_writer()
         start = time.perf_counter()
         folder = checkpoint_path(self.run_dir, step)
         tensors = state_tensors(self.policy, self.updater, self.critic)
         # If several replicas hold the same rows, only the first replica writes them.
         shards = {name: tensor for name, tensor in tensors.items() if is_first_replica(tensor)}
-        # The bytes that this rank needs on the disk. An export needs at most as many as the policy.
+        # The bytes that this rank needs on the disk. An exported model takes at most as many bytes
+        # as the policy's tensors in the checkpoint, which are float32.
         num_bytes = 0
         for name, tensor in shards.items():
             is_exported = name.startswith("policy.") and self._is_export_due(step)
@@ -222,18 +230,21 @@ class Checkpoints:
             _log.info("to go on: the same command with checkpoint.resume=auto")
 
     def _is_due(self, step: int, every_steps: int) -> bool:
+        """Returns True after the run's last step and after every `every_steps` steps (0: never)."""
         return step == self.num_steps or (every_steps > 0 and step % every_steps == 0)
 
     def _is_export_due(self, step: int) -> bool:
+        """Returns True if the checkpoint after `step` is also exported as a model's folder."""
         return self._is_due(step, self.config.export_every_steps)
 
     def _wait_for_writer(self) -> None:
+        """Waits until this rank's thread has written the save before, if one is being written."""
         if self._writer is not None:
             self._writer.join()
             self._writer = None
 
     def _prepare(self, folder: Path, num_bytes: int) -> tuple[str | None, float]:
-        """Makes an empty folder for a checkpoint of `num_bytes`. Runs on rank 0.
+        """Makes an empty temporary folder for a checkpoint of `num_bytes`. Runs on rank 0.
 
         Returns (why that failed or None, seconds of the slowest save so far), for all ranks.
         """
@@ -280,7 +291,9 @@ class Checkpoints:
                 self._failure = _log_failure(staged.folder, error)
 
     def _wait_for_results(self, key: str) -> list[Fields]:
-        """Returns every rank's result, in the order of ranks, and deletes their keys. On rank 0."""
+        """Returns every rank's result, in the order of ranks. Runs in rank 0's writer thread.
+
+        Waits for the keys `key`/RANK that the ranks set (see `_write`), and then deletes them."""
         keys = [f"{key}/{rank}" for rank in range(self.session.world_size)]
         self._store.wait(keys, timedelta(seconds=_SAVED_WITHIN_S))
         results = [json.loads(self._store.get(rank_key)) for rank_key in keys]
@@ -332,7 +345,10 @@ class Checkpoints:
         remove_old(self.run_dir, self.config.keep, self._best_step())
 
     def _best_step(self) -> int | None:
-        """Returns the step of the checkpoint on disk with the highest `best_metric`."""
+        """Returns the step of the checkpoint on disk with the highest `best_metric`.
+
+        None if the config names no metric, or if no checkpoint has a value of it. Runs on rank 0.
+        """
         name = self.config.best_metric
         path = self.run_dir / "metrics.jsonl"
         if name is None:

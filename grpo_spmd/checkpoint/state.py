@@ -57,7 +57,10 @@ _DTYPES = {torch.float32: "F32", torch.int8: "I8", torch.uint8: "U8"}
 
 
 class TrainedSignal(Protocol):
-    """The interface by which checkpoints save and restore a second trained model, the critic."""
+    """The interface by which checkpoints save and restore a second trained model, the critic.
+
+    `trained_parameters` returns the sharded parameters by their names in a checkpoint. `state`
+    returns counts for trainer.json, and `restore` continues from them."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer: ...
@@ -68,7 +71,8 @@ class TrainedSignal(Protocol):
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts about the whole run that trainer.json records."""
+    """The facts about the whole run that trainer.json records, and that a run which continues from
+    the checkpoint compares with its own."""
 
     model_fingerprint: str
     """The fingerprint of model.path's files. On other ranks than 0 both fingerprints are ""."""
@@ -80,8 +84,8 @@ class RunFacts:
     dtype: str
     world_size: int
     contents: dict[str, str] = field(default_factory=dict)
-    """SHA-256 digests of files and data that may change within a run. Changes are only logged, so
-    the keys are descriptions for the log."""
+    """SHA-256 digests of files and data that may change within a run, by a description of each. On
+    resuming, changes are only logged, by these descriptions."""
 
 
 def run_facts(
@@ -90,7 +94,7 @@ def run_facts(
     session: Session,
     held_out: Mapping[str, Sequence[Prompt]],
 ) -> RunFacts:
-    """Returns the facts of this run.
+    """Returns the facts of this run. The fingerprints and digests are computed on rank 0 only.
 
     `config` is the whole config as {"section.key": value}. `held_out` has the prompts of each
     evaluation set.
@@ -118,10 +122,11 @@ def run_facts(
 
 
 def _content_digests(config: Fields, model_folder: Path) -> dict[str, str]:
-    """Returns the digests of models and files that `config` names, by descriptions for the log.
+    """Returns {description: digest} of the models and files that `config` names.
 
-    The models are teachers, the critic and reward models. The files are those of the tokenizer,
-    reward functions, rubrics and templates.
+    When the run is resumed, the log says which of them have changed since. The models are teachers,
+    the critic and reward models. The files are those of the tokenizer, reward functions, rubrics
+    and templates.
     """
     tokenizer_names = re.compile(
         r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config"
@@ -156,8 +161,8 @@ def _content_digests(config: Fields, model_folder: Path) -> dict[str, str]:
 def state_tensors(
     policy: Policy, updater: PolicyUpdater, critic: TrainedSignal | None = None
 ) -> dict[str, DTensor]:
-    """Returns the trained tensors and, after the first update, their moments, by the names that
-    they have in a checkpoint."""
+    """Returns the trained tensors and their Adam moments by the names that they have in a
+    checkpoint. Before the first update there are no moments."""
     models: list[tuple[str, str, dict[str, DTensor], torch.optim.Optimizer]] = [
         ("policy.", "", trained_parameters(policy), updater.optimizer)
     ]
@@ -170,7 +175,8 @@ def state_tensors(
             for moment, value in optimizer.state.get(parameter, {}).items():
                 if moment != "step":
                     tensors[f"{moment_prefix}{moment}.{name}"] = value
-    # An export is a whole model, or adapters alone.
+    # An export of a whole model also needs the model's constants, which are buffers; an export of
+    # adapters does not.
     if not policy.lora.rank:
         parameter = next(iter(models[0][2].values()))
         for name, constant in constants(policy.model).items():
@@ -320,11 +326,12 @@ def _check_facts(folder: Path, trainer: Fields, facts: RunFacts) -> None:
 
 
 def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
-    """Collective. Returns the first candidate that is not damaged; None if there are no candidates.
+    """Collective. Returns the newest checkpoint that is not damaged; None without candidates.
 
-    Each rank reads a part of the files and compares their checksums. Raises ConfigError if all
-    candidates are damaged, or if a later version wrote one that comes before the first good one: an
-    older checkpoint must not be used in its place.
+    The candidates are tried from the newest on. Each rank reads a part of the files and compares
+    their checksums. Raises ConfigError if all candidates are damaged, or if a later version of
+    grpo_spmd wrote a candidate that is tried before a good one: an older checkpoint must not be
+    used in its place.
     """
     damages: list[str] = []
     for folder in map(Path, candidates.folders):
@@ -345,7 +352,7 @@ def _find_newest_good(candidates: Candidates, session: Session) -> Path | None:
 def _find_damage(folder: Path, session: Session) -> str | None:
     """Collective. Returns a text that says what is wrong with a checkpoint; None if it is good.
 
-    Raises ConfigError if a later version wrote the checkpoint.
+    Raises ConfigError if a later version of grpo_spmd wrote the checkpoint.
     """
     # Errors are not raised here, because every rank must reach the collective below.
     result = (False, "")
@@ -359,6 +366,7 @@ def _find_damage(folder: Path, session: Session) -> str | None:
         result = (isinstance(error, NewerFormatError), str(error))
 
     def choose(results: list[tuple[bool, str]]) -> str | None:
+        """Returns the damage that any rank found, or None. Runs on rank 0."""
         # A newer format on any rank counts more than damage on another.
         is_newer, damage = max(results)
         if is_newer:

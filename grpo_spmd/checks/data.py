@@ -28,8 +28,8 @@ from grpo_spmd.records import Fields
 Messages = list[Fields]
 Render = Callable[[Messages], str]
 _CHARACTER_BUDGET = 600_000  # characters that a check tokenizes: half a second
-_NUM_VIEWED = 20  # so many of the longest rows, and of the shortest, are tokenized by view_prompts
-_NUM_TOKENIZED = 100  # the first rows of a sample, which are tokenized even if they are short
+_NUM_VIEWED = 20  # view_prompts tokenizes this many of the longest rows, and of the shortest
+_NUM_TOKENIZED = 100  # this many first rows of a sample are tokenized even if they are short
 
 
 def check_prompts_early(
@@ -37,9 +37,10 @@ def check_prompts_early(
 ) -> None:
     """Raises ConfigError, which names file:line, for a prompt that the run cannot use.
 
-    Such a prompt is a chat without a chat template, is too long, or contains a token without an
-    embedding. `num_embeddings` is the number of rows of the model's embedding. If there are many
-    rows, only those with the most characters and every n-th of the others are checked.
+    `folder` is that of the policy's model. Such a prompt is a chat without a chat template, is too
+    long, or contains a token without an embedding. `num_embeddings` is the number of rows of the
+    model's embedding. If there are many rows, only those with the most characters and every n-th of
+    the others are checked.
     """
     render = None
     files = read_tokenizer_files(folder)
@@ -78,10 +79,11 @@ class PromptView:
 
 
 def view_prompts(rows: Sequence[PromptRow], folder: Path | None, variables: Fields) -> PromptView:
-    """Returns what the model in `folder` sees of the prompts, which `check_prompts_early` has
-    passed.
+    """Returns what the model in `folder` sees of the prompts, to be shown before the run.
 
-    `variables` are passed to the chat template. Raises ConfigError for one that it never reads.
+    `check_prompts_early` has passed `rows`. If `folder` is None, the model is not here, and only
+    the first prompt's text is known. `variables` are passed to the chat template; raises
+    ConfigError for one that the template never reads.
     """
     prompt = rows[0].prompt
     plain_text = prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False)
@@ -101,6 +103,7 @@ def view_prompts(rows: Sequence[PromptRow], folder: Path | None, variables: Fiel
             )
 
     def text_of(prompt: str | Messages) -> str:
+        """Returns a prompt as the model reads it: a chat is rendered by the chat template."""
         if isinstance(prompt, str):
             return prompt
         return plain_text if render is None else render(prompt)
@@ -146,8 +149,8 @@ def _open_end(
 ) -> tuple[str, int] | None:
     """Returns text and id of the special token that the template puts after an assistant's answer.
 
-    Returns None if a stop token is there too, if there is no special token, or if the template
-    fails."""
+    If completions do not stop at this token, they may all run to the length limit. Returns None if
+    a stop token is there too, if there is no special token, or if the template fails."""
     answer = "a completion"
     turns = [{"role": "user", "content": "1"}, {"role": "assistant", "content": answer}]
     with suppress(Exception):  # a template may fail in any way
@@ -232,7 +235,8 @@ def check_columns(
 def prompt_check_inputs(folder: Path, config: DataConfig) -> list[Any]:
     """Returns what the result of `check_prompts_early` depends on, as the key of a cache.
 
-    The rows and the number of embeddings are left out."""
+    These are digests of the tokenizer's files, versions of libraries, and config values. The rows
+    and the number of embeddings are left out."""
     patterns = ("tokenizer.json", "tokenizer_config.json", "*chat_template*")
     paths = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
     digests = {path.name: digest_of(path) for path in paths}
@@ -248,7 +252,9 @@ def load_tokenizer_file(file: Path) -> Any:
 
 @functools.lru_cache(maxsize=1)
 def _load_cached(file: Path, *_: Any) -> Any:
-    """Returns the tokenizer of `file`. The other arguments only serve as the key of the cache."""
+    """Returns the tokenizer of `file`, without truncation and padding.
+
+    The other arguments (path and time of change) only serve as the key of the cache."""
     import tokenizers
 
     try:
@@ -289,7 +295,7 @@ class TemplateRefusal(Exception):
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What can be read here of the tokenizer in a model's folder."""
+    """What can be read of the tokenizer in a model's folder without transformers."""
 
     folder: Path
     settings: Fields
@@ -366,9 +372,11 @@ def renderer(
         return None
 
     def refuse(message: str) -> None:
+        """Called by a template that does not take the messages."""
         raise TemplateRefusal(message)
 
     def to_json(value: Any, **options: Any) -> str:
+        """Returns a value as JSON, for the filter `tojson` of templates."""
         return json.dumps(value, **{"ensure_ascii": False, **options})
 
     # The options are those of transformers' own compiler. A template is untrusted: the sandbox
@@ -389,6 +397,7 @@ def renderer(
         raise ConfigError(f"model.path: its chat template does not compile: {error}") from None
 
     def render(messages: Messages) -> str:
+        """Returns the text that the template makes of `messages`."""
         return compiled.render(
             **_special_tokens(settings) | {**(variables or {})},
             messages=messages,

@@ -70,7 +70,9 @@ def explain(
 ) -> list[str]:
     """Returns the lines that `--explain` prints.
 
-    If `model` is None, its sizes are unknown, and a line says so. `num_rows` counts data.train."""
+    `sources` tells where each value was set; `with_defaults` also lists the keys that have their
+    defaults. If `model` is None, its sizes are unknown, and a line says so. `num_rows` counts
+    data.train."""
     sections: dict[str, Iterable[Row]] = {
         "a step": _step_rows(config, num_ranks),
         "the run": _run_rows(config, num_rows),
@@ -337,7 +339,8 @@ def engine_rows(config: Config, model: ModelFacts, num_ranks: int) -> Iterator[R
 
 
 def side_model_rows(config: Config, num_ranks: int) -> Iterator[Row]:
-    """Yields the memory of teachers, critic and reward models on one rank."""
+    """Yields the memory of teachers, critic and reward models on one rank. Those that need none of
+    their own have a row that says why."""
     num_rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     for name, url in config.teacher.urls.items():
         limit = config.teacher.max_concurrent

@@ -41,7 +41,7 @@ class Decision(NamedTuple):
 
 
 def ranks_of_a_node() -> int:
-    """Returns how many ranks of this launch are on each node; 1 if its launcher does not say."""
+    """Returns how many ranks of this launch are on each node; 1 if the launcher does not say."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 

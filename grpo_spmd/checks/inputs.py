@@ -62,6 +62,7 @@ class Inputs:
 
     @property
     def row_sets(self) -> list[Sequence[PromptRow]]:
+        """The rows of data.train, and then those of each evaluation set."""
         return [self.rows, *self.eval_rows.values()]
 
     @property
@@ -71,6 +72,7 @@ class Inputs:
 
     @property
     def num_rows(self) -> int:
+        """The number of rows of all sets together."""
         return sum(map(len, self.row_sets))
 
 
@@ -133,8 +135,8 @@ def check_inputs(
 
 
 def _check_pool(config: Config) -> None:
-    """Raises ConfigError if the reward pool cannot have its workers, or if its time limit is too
-    short."""
+    """Raises ConfigError if the limit of open files does not allow the reward pool's workers, or if
+    the pool's time limit is too short for the shipped reward "code"."""
     allow_workers(config.reward_pool.num_workers, "reward_pool.num_workers")
     limit_s = config.reward_pool.timeout_s
     for index, reward in enumerate(config.rewards):
@@ -165,6 +167,7 @@ def read_and_check_rows(
         check_columns(rows, reward.needs, f"rewards.{index}: {reward.name!r}", source)
 
     def look() -> None:
+        """Raises ConfigError for a prompt that cannot be used."""
         check_prompts(rows, config.data)
         if folder is not None:
             check_prompts_early(rows, config.data, folder, num_embeddings(folder))
@@ -198,12 +201,14 @@ def find_gold_warnings(
 ) -> list[str]:
     """Returns a warning for each shipped reward that has nothing to compare with in some rows.
 
-    The warnings are those of `check_gold`, cached on the node. Raises ConfigError as it does."""
+    That is so, for example, in a row whose answer is null. The warnings are those of `check_gold`,
+    cached on the node. Raises ConfigError as it does."""
     rewards = [[reward.name, reward.function, repr(reward.args)] for reward in config.rewards]
     # The path is part of the key because the cached warnings quote it.
     depends_on = [rows[0].where if rows else "", is_held_out, rewards]
 
     def look() -> list[str]:
+        """Returns the warnings; called only if the cache does not have them."""
         return [*check_gold(config.rewards, rows, is_held_out=is_held_out)]
 
     return list(cached_result("gold", rows, depends_on, look))

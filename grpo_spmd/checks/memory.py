@@ -63,7 +63,7 @@ def replica_ranks(config: Config, num_ranks: int) -> int:
 
 
 def shard_numel(shapes: Shapes, num_ranks: int) -> int:
-    """Returns how many elements a full shard has.
+    """Returns how many elements a full shard has: the largest part that a rank can get.
 
     FSDP2 gives each rank ceil(rows / ranks) rows of each tensor. The last rank may get fewer.
     """
@@ -75,7 +75,8 @@ def shard_numel(shapes: Shapes, num_ranks: int) -> int:
 def moment_bytes(shapes: Shapes, num_ranks: int, optimizer: OptimizerConfig) -> int:
     """Returns the bytes of AdamW's two moments of a full shard.
 
-    They are float32, or codes of a byte with a float32 scale for each block of a matrix' row.
+    Both are float32; or, with adamw_8bit, a matrix has codes of one byte and a float32 scale for
+    each block of MOMENT_BLOCK numbers of a row.
     """
     num_bytes = 0
     for shape in shapes.values():
@@ -124,7 +125,8 @@ class ExtraPasses(NamedTuple):
 
 
 def extra_passes(config: Config) -> ExtraPasses:
-    """Returns which forward passes a step makes before its update."""
+    """Returns how many forward passes over all rollouts a step makes before its update, by
+    purpose."""
     loss = config.loss
     # With one optimizer step, the logprobs of the update itself serve as the old ones.
     needs_old = loss.kl_in == "reward" or config.training.num_optimizer_steps > 1
@@ -146,10 +148,10 @@ def is_shared_teacher(config: Config, path: str) -> bool:
 
 
 def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
-    """Returns how many rollouts one rank trains on in one optimizer step, at most; ranks that share
-    their rows have the same ones.
+    """Returns how many rollouts one rank trains on in one optimizer step, at most.
 
-    All rollouts are assumed to have the same length.
+    Ranks that share their micro-batches (model.sequence_parallel_size) have the same rollouts. All
+    rollouts are assumed to have the same length.
     """
     rollouts = config.rollout.num_prompts_per_step * config.rollout.group_size
     num_groups = num_ranks // config.model.sequence_parallel_size
@@ -157,12 +159,12 @@ def rollouts_of_a_rank(config: Config, num_ranks: int) -> int:
 
 
 def exchanged_bytes(sizes: Dimensions, num_tokens: int, num_ranks: int, itemsize: int) -> int:
-    """Returns the bytes that each of `num_ranks` ranks, which share a row of `num_tokens`, sends to
-    the others in a forward pass of all layers (model/sequence_parallel.py). The backward pass sends
-    as many.
+    """Returns the bytes that a rank sends in a forward pass of all layers if ranks share a row.
 
-    They are queries, keys and values, and attention's output, of the rank's tokens. KV heads are
-    repeated until the ranks divide them.
+    Each of `num_ranks` ranks computes a slice of a micro-batch of `num_tokens` tokens
+    (model/sequence_parallel.py), and sends the others the queries, keys, values and attention's
+    output of its tokens. KV heads are repeated until the ranks divide them. The backward pass sends
+    as many bytes.
     """
     kv_heads = math.lcm(sizes.kv_heads, num_ranks)
     width = 2 * (sizes.heads + kv_heads) * sizes.head_dim
@@ -191,14 +193,16 @@ def micro_batch_tokens(config: Config, num_ranks: int) -> int:
 def route_bytes(config: Config, model: ModelFacts, num_ranks: int) -> int:
     """Returns the bytes of the routes of the rollouts that a rank trains on in a step, at most.
 
-    They are on its device from the exchange of the rollouts to the end of the step. 0 if the engine
-    records none."""
+    Routes are the experts that the engine's MoE routers chose for each token. They are on the
+    rank's device from the exchange of the rollouts to the end of the step. The result is 0 if the
+    engine records no routes."""
     per_token = route_bytes_per_token(model.config)
     # vLLM returns the routes of an engine on several GPUs to the first rank alone.
     if not per_token or not config.model.router_replay or config.rollout.engine_ranks > 1:
         return 0
     rollouts = rollouts_of_a_rank(config, num_ranks) * config.training.num_mini_batches
-    # Some are there twice, to compare the routes with the policy's own: at most a row of them.
+    # Some rollouts have a second set of routes, to compare the engine's with the policy's own: at
+    # most one micro-batch ("row") of rollouts.
     row = micro_batch_tokens(config, num_ranks) // config.max_rollout_tokens
     rollouts += min(row, -(-rollouts // ROUTES_SAMPLED_EVERY))
     # A byte of each token says whether it has routes.
@@ -210,7 +214,7 @@ def route_bytes(config: Config, model: ModelFacts, num_ranks: int) -> int:
 
 @dataclass(frozen=True)
 class State:
-    """Counts what one rank holds of the policy between updates."""
+    """The sizes of what one rank holds of the policy between updates."""
 
     # The number of parameters in a full shard.
     shard: int
@@ -273,8 +277,8 @@ def sync_size(shapes: Shapes, num_ranks: int, itemsize: int, bucket_bytes: int) 
 
 
 def sync_buffers(config: Config, model: ModelFacts, num_ranks: int) -> dict[str, int]:
-    """Returns the bytes that a weight sync on GPUs needs in addition to policy and engine, by
-    purpose."""
+    """Returns the bytes of the buffers of a weight sync on GPUs, by purpose: what it needs besides
+    policy and engine."""
     itemsize, ranks = ITEMSIZE[config.model.dtype], replica_ranks(config, num_ranks)
     shapes, lora = model.shapes, config.model.lora
     merges = lora.rank > 0 and lora.sync == "merged"
@@ -340,7 +344,8 @@ def engine_backup(config: Config, model: ModelFacts, tables: int = 0) -> int:
     models score; otherwise this is 0. At every such sleep vLLM copies each block of its pool into a
     pinned tensor, even those of a base that did not change (CuMemAllocator.sleep, 0.26 to 0.33).
     Torch rounds the size of each up to a power of two, and keeps the memory for later sleeps
-    (CachingHostAllocator). `tables` are the bytes of one more tensor in the pool."""
+    (CachingHostAllocator). `tables` are the bytes of one more tensor in the pool,
+    the sampler's tables."""
     scores = any(reward.model is not None for reward in config.rewards)
     if config.rollout.sleep_level_with(config.model.lora) != 1 and not scores:
         return 0
@@ -394,7 +399,7 @@ def sequences_of_engine(config: Config, num_ranks: int) -> int:
 
 
 def most_sequences(config: Config, num_ranks: int, num_held_out: float = math.inf) -> float:
-    """Returns the most sequences that one engine can get at one time.
+    """Returns the most sequences that one engine can get at one time, in a step or an evaluation.
 
     `num_held_out` counts the prompts of all held-out sets. If it is not known because no data was
     read, an evaluation has no bound. A judge gets one text for each completion, so it never gets
@@ -508,7 +513,7 @@ def check_idle_keys(config: Config, sources: Mapping[str, str] | None = None) ->
 
 
 def _first_key_set(sources: Mapping[str, str], prefix: str) -> str | None:
-    """Returns the first key below `prefix` that the user has set, or None."""
+    """Returns the first key that begins with `prefix` and that the user has set, or None."""
     keys = (name for name in sources if name.startswith(prefix) and sources[name] != "default")
     return next(keys, None)
 

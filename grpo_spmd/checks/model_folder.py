@@ -131,8 +131,9 @@ def _read_model_files(folder: Path, path: str) -> tuple[Fields, Shapes]:
 
 
 def num_embeddings(folder: Path) -> int | None:
-    """Returns how many tokens have an embedding, or None. The model must have been checked
-    before."""
+    """Returns how many tokens the model in `folder` has embeddings for; None if it is not known.
+
+    `check_model` must have passed the folder before."""
     return _embedding_rows(_read_shapes(folder), text_config(read_model_config(folder)))
 
 
@@ -170,9 +171,9 @@ def read_package_file(package: str, path: str) -> str:
 
 
 def _check_cpu_engine(config: Config, model: Fields) -> None:
-    """Raises ConfigError for what vLLM's build for the CPU cannot do, if that one is installed.
+    """Raises ConfigError for what vLLM's build for the CPU cannot do, if that build is installed.
 
-    It lacks some head sizes, and its KV cache cannot be larger than the host's memory.
+    The build lacks some head sizes, and its KV cache cannot be larger than the host's memory.
     """
     if importlib.util.find_spec("vllm") is None or version_of("vllm") is not None:
         return
@@ -282,6 +283,8 @@ def _check_lora(lora: LoraConfig, shapes: Shapes) -> None:
 
 
 def _embedding_rows(shapes: Shapes, model: Fields) -> int | None:
+    """Returns the number of rows of the input embedding, by the tensors' shapes or else by
+    config.json (`model`); None if neither has it."""
     for name, shape in shapes.items():
         if re.search(r"(embed_tokens|wte|embed_in)\.weight$", name):
             return shape[0]
@@ -341,7 +344,8 @@ def check_model_sizes(config: Config, model: Mapping[str, Any]) -> None:
 
 
 def _check_slices(config: Config, model: Mapping[str, Any]) -> None:
-    """Raises ConfigError if the model's rows cannot be shared (model.sequence_parallel_size)."""
+    """Raises ConfigError if ranks cannot share the model's micro-batches, each computing a slice of
+    the tokens (model.sequence_parallel_size)."""
     size, heads = config.model.sequence_parallel_size, model.get("num_attention_heads")
     if size == 1:
         return

@@ -63,6 +63,8 @@ from grpo_spmd.rewards.trl import FailedCallError
 
 T = TypeVar("T")
 Kind = Literal["teacher", "critic", "reward model"]
+# The most seconds of one request of a check, and the seconds before its first retry, which double
+# with each further one.
 _REQUEST_LIMIT_S = 30.0
 _FIRST_PAUSE_S = 0.5
 # How many tokens of the policy's vocabulary a server is asked about.
@@ -188,7 +190,7 @@ def _ask_texts(
     The request asks for as many logprobs as the run will, so that a limit of the server is found
     now.
     """
-    # The reply has nothing about a prompt's first token, so that one is put there twice.
+    # The reply has nothing about a prompt's first token, so the first id is put there twice.
     prompt = [ids[0], *ids]
     top_k = config.teacher.top_k if config.teacher.loss == "topk" else 0
     try:
@@ -205,9 +207,10 @@ def _ask_texts(
 
 
 def _call_with_retries(config: Config, ask: Callable[[float], T]) -> T:
-    """Returns what `ask` returns, with as many retries as in the run. Raises FailedCallError.
+    """Returns what `ask` returns, with as many retries as in the run (teacher.retries).
 
-    `ask` is called with the time limit of its request, in seconds.
+    `ask` sends one request to a server; its argument is the request's time limit in seconds. Raises
+    FailedCallError if no attempt succeeds.
     """
     # A check must not take as long as a call of the run may.
     limit_s = min(config.teacher.timeout_s, _REQUEST_LIMIT_S)
@@ -237,7 +240,8 @@ class SideModel:
     revision: str | None = None
 
     def num_bytes(self, config: Config, shapes: Shapes, num_ranks: int) -> int:
-        """Returns the bytes of a full shard of these shapes between updates."""
+        """Returns the bytes that a rank holds of the model between updates, if its tensors have
+        these shapes."""
         # A critic trains, so it has optimizer state. The others are frozen.
         if self.kind == "critic":
             return trained_bytes(shapes, num_ranks, config.optimizer)
@@ -314,8 +318,9 @@ def _check_top_k(config: Config, folder: Path, path: str) -> None:
 def check_vocabulary(policy: str, model: str, key: str, kind: str = "teacher") -> None:
     """Raises ConfigError if a token id means another token in `model` than in the policy.
 
-    `policy` and `model` are folders or hub ids, `key` is the config key of `model`. Models whose
-    tokenizer files are not here are not compared.
+    A teacher or critic reads the policy's token ids as they are. `policy` and `model` are folders
+    or hub ids, `key` is the config key of `model`. Models whose tokenizer files are not here are
+    not compared.
     """
     folders = [local_folder(policy), local_folder(model)]
     if policy == model or None in folders:

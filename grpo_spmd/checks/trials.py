@@ -43,8 +43,8 @@ _PORTS = {"http": 80, "https": 443}
 def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) -> str:
     """Makes all trials on rank 0, prints warnings, and returns a line that says what was checked.
 
-    `tell` gets lines about what the run will show its model. Raises ConfigError for what can never
-    work.
+    Other ranks do nothing and return "". `tell` gets lines about what the run will show its model.
+    Raises ConfigError for what can never work.
     """
     if os.environ.get("RANK", "0") != "0":
         return ""
@@ -161,6 +161,7 @@ def _notes(config: Config, inputs: Inputs, view: PromptView) -> Iterator[str]:
 
 
 def _are_same(rows: Sequence[PromptRow], other_rows: Sequence[PromptRow]) -> bool:
+    """Returns True if both data sets have the same prompts and columns, row by row."""
     if len(rows) != len(other_rows):
         return False
     pairs = zip(rows, other_rows, strict=True)
@@ -168,6 +169,7 @@ def _are_same(rows: Sequence[PromptRow], other_rows: Sequence[PromptRow]) -> boo
 
 
 def _pool_rewards(config: Config) -> Iterator[tuple[int, RewardConfig]]:
+    """Returns (index in `rewards`, reward) of each reward that the reward pool computes."""
     return ((index, reward) for index, reward in enumerate(config.rewards) if reward.uses_pool)
 
 
@@ -188,11 +190,15 @@ def _find_silent_servers(config: Config) -> Iterator[str]:
 
 
 class Trial(ProcessPool):
-    """A worker process that runs one call after the other, as those of the run do."""
+    """A worker process in which users' code is called once before the run.
+
+    It is a process of the same kind as those of the run's reward pool or environments, and runs one
+    call after the other."""
 
     _what = "reward"
 
     def __init__(self, module: str, setup: Fields, rewards: Sequence[RewardConfig]) -> None:
+        """Starts the process `python -m module`, which loads `rewards`; `setup` is data for it."""
         self._folder = tempfile.TemporaryDirectory()
         self._reply: Fields = {}
         if module == "grpo_spmd.episodes.worker":
@@ -207,6 +213,7 @@ class Trial(ProcessPool):
         )
 
     def close(self) -> None:
+        """Ends the process, and removes the folder of its log."""
         super().close()
         self._folder.cleanup()
 
@@ -226,17 +233,22 @@ class Trial(ProcessPool):
         return self._reply
 
     def _answered(self, worker: WorkerProcess, reply: Fields) -> None:
+        """Keeps the worker's reply for `ask`, and marks the worker as idle."""
         self._reply = reply
         self._release(worker)
 
     def _failed(self, worker: WorkerProcess, call: Any, kind: HowItFailed, reason: str) -> None:
+        """Keeps the reason for `ask`, after the worker's call has failed."""
         self._reply = {"failed": reason}
 
     def _too_long(self, worker: WorkerProcess) -> str:
+        """Returns the reason of failure of a call whose deadline has passed."""
         return "took longer than its time limit"
 
     def _ended(self, reason: str) -> ConfigError:
-        """Returns the error to raise if users' code cannot be loaded, as one line."""
+        """Returns the error to raise if users' code cannot be loaded, as one line.
+
+        `reason` may have several lines, the last ones of a traceback."""
         # The first line says what could not be loaded, and the traceback's last line says why.
         head, _, rest = reason.strip().partition("\n")
         if rest:
@@ -247,7 +259,8 @@ class Trial(ProcessPool):
 
 
 def _place(report: str) -> str:
-    """Returns the last line of users' code that a traceback names, as " (FILE:LINE)", or ""."""
+    """Returns the place in users' code that a traceback names last, as " (FILE:LINE)"; "" if it
+    names none."""
     places = [place for place in _FRAME.findall(report) if not place[0].startswith(_PACKAGE)]
     return f" ({places[-1][0]}:{places[-1][1]})" if places else ""
 
@@ -261,11 +274,11 @@ def _try_reward(
     inputs: Inputs,
     written: set[str],
 ) -> Iterator[str]:
-    """Yields a warning if a reward function fails for row 1.
+    """Yields a warning if a reward function fails for the first row of the data.
 
-    Raises ConfigError if it returns a wrong type. `ask` makes a call in the trial's process, where
-    `number` is the function's index; `key` is its config key. The columns that the function writes
-    with log_extra are added to `written`.
+    Raises ConfigError if the function returns a wrong type. `ask` makes a call in the trial's
+    process, where `number` is the function's index; `key` is its config key. The columns that the
+    function writes with log_extra are added to `written`.
     """
     row = inputs.rows[0]
     gold = next((row.columns[name] for name in _GOLD_COLUMNS if name in row.columns), None)
@@ -320,10 +333,10 @@ def trial_of_environment(
 def _try_environment(
     config: Config, inputs: Inputs, rewards: Sequence[RewardConfig]
 ) -> Iterator[str]:
-    """Yields a warning if the environment cannot begin an episode of row 1.
+    """Yields a warning if the environment cannot begin an episode of the first row of the data.
 
-    `rewards` are those that look at environments. Raises ConfigError if the environment cannot be
-    loaded, or if nothing gives a reward."""
+    `rewards` are the reward functions that take the argument `environments`. Raises ConfigError if
+    the environment cannot be loaded, or if nothing gives a reward."""
     with trial_of_environment(config.environment, rewards) as trial:
         facts = trial.load()
         weights = {reward.name: reward.weight for reward in inputs.rewards}

@@ -36,15 +36,17 @@ from grpo_spmd.config.schema import Config, FilePath, RewardConfig
 
 # Control characters and line separators, which have no use in a path or a name.
 CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+# Keys whose text may have several lines, and so line breaks.
 _MULTILINE_KEYS = ("prompt_template", "system_prompt", "args", "rewards", "engine", "stop")
+# Values that a section may have in YAML in the place of a mapping, and that stand for an empty one.
 NULLS = (None, "None", "null")
 _MAX_NUMBER = 1 << 63
 # The limits of Linux.
 _MAX_PATH_BYTES = 4000
 _MAX_NAME_BYTES = 255
 _CURLY_QUOTES = ("\u201c", "\u2018", "\u201e")
-# Matches a run_dir that is a URL, holds a variable, or begins with "~", which is left after
-# expanduser only if the user is unknown.
+# Matches a run_dir that cannot be meant as a folder: it is a URL, holds a variable, or begins with
+# "~", which is left after expanduser only if the user is unknown.
 _NO_FOLDER = re.compile(r"~|[a-zA-Z][\w+.-]*://|.*\$[{\w]")
 
 
@@ -108,7 +110,7 @@ _DTYPES = {
 
 
 def _interpret(hint: Any, value: Any) -> Any:
-    """Returns `value` with some other spellings replaced by those that the type `hint` expects.
+    """Returns `value` in the spelling that the type `hint` expects, if it has another usual one.
 
     For a type that allows it, "none" becomes None, a single name a list of names, a number its text
     and bf16 bfloat16. Other values are returned unchanged.
@@ -135,8 +137,8 @@ def _options(hint: Any) -> Sequence[Any]:
 
 
 def _words(hint: Any) -> list[Any]:
-    """Returns the type arguments of all options of a type. Of a Literal they are the words that are
-    its values."""
+    """Returns the type arguments of all options of a type: for a Literal, the words that it
+    allows."""
     return [word for option in _options(hint) for word in typing.get_args(option)]
 
 
@@ -279,7 +281,8 @@ def _is_cut_short(name: str, candidate: str) -> bool:
 
 
 def _extremes(name: str) -> list[str]:
-    """Returns the words in a name that would turn it into the opposite if they were exchanged."""
+    """Returns the words in a name, such as min and max, whose exchange would reverse its
+    meaning."""
     return re.findall(r"min|max|low|high", name)
 
 
@@ -308,7 +311,7 @@ _AMBIGUOUS_NAME = re.compile(r"name|path|enable|interval|type|len|dataset|env|fr
 
 
 class Alias(NamedTuple):
-    """One row of the table: the names of a setting in another trainer, and our keys for it."""
+    """One row of aliases.tsv: the names of a setting in another trainer, and our keys for it."""
 
     trainer: str
     names: list[str]
@@ -316,6 +319,7 @@ class Alias(NamedTuple):
     note: str  # how our setting differs; may be empty
 
     def __str__(self) -> str:
+        """Returns the translation for an error message: our keys, and the note in brackets."""
         target = f"here {', '.join(self.keys)}" if self.keys else "nothing here"
         return f"{target} ({self.note})" if self.note else target
 
@@ -352,15 +356,16 @@ def translate_key(key: str, value: object = None) -> str | None:
 
 
 def translate_last_part(key: str) -> str | None:
-    """As `translate_key`, for a key without a section that is the last part of a key of another
-    trainer: "train_files" is verl's data.train_files."""
+    """Returns the error message for a key without a section that ends another trainer's key, or
+    None: "train_files" is the last part of verl's data.train_files."""
     if "." in key or _AMBIGUOUS_NAME.fullmatch(key):
         return None
     return _error_line(key, _find_aliases(key.replace("-", "_"), by_last_part=True))
 
 
 def translate_misspelt_key(key: str) -> str | None:
-    """As `translate_key`, for a misspelt key of another trainer, such as "num_generation"."""
+    """Returns the error message for a misspelt key of another trainer, such as "num_generation", or
+    None if no trainer has a similar key."""
     last_name = key.rpartition(".")[2].replace("-", "_")
     names = {name for alias in read_aliases() for name in alias.names}
     for name in difflib.get_close_matches(last_name, names, n=1, cutoff=0.9):
@@ -372,14 +377,16 @@ def translate_misspelt_key(key: str) -> str | None:
 def _suffixes(name: str) -> list[str]:
     """Returns the dotted name, then the name without its first section, without its first two, ...
 
-    The name is normalized: no dash in front, "_" for "-", and no list index at the end.
+    Another trainer's key is found in the table by any of these. The name is normalized: no dash in
+    front, "_" for "-", and no list index at the end.
     """
     names = re.sub(r"^-|(\.\d+)+$", "", name).replace("-", "_").split(".")
     return [".".join(names[start:]) for start in range(len(names))]
 
 
 def find_alias(trainer: str, name: str) -> Alias | None:
-    """Returns the trainer's row in the table that has `name`, or else the longest suffix of it."""
+    """Returns the trainer's row of aliases.tsv for `name`, or else for its longest known suffix;
+    None if there is none."""
     for suffix in _suffixes(name):
         for alias in _find_aliases(suffix):
             if alias.trainer == trainer:
@@ -388,7 +395,9 @@ def find_alias(trainer: str, name: str) -> Alias | None:
 
 
 def _find_aliases(name: str, *, by_last_part: bool = False) -> list[Alias]:
-    """Returns for each trainer the first row that has this name, if there is one."""
+    """Returns for each trainer its first row of aliases.tsv that has this name, if there is one.
+
+    With `by_last_part` only the part after the last dot of a row's names is compared."""
     aliases: dict[str, Alias] = {}
     for alias in read_aliases():
         names = [n.rpartition(".")[2] for n in alias.names] if by_last_part else alias.names

@@ -24,6 +24,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that reports errors in one line with exit code 2, without the usage."""
 
     def error(self, message: str) -> typing.NoReturn:
+        """Ends the process with the message. argparse calls this for every mistake."""
         refuse(ConfigError(f"{message}; --help says more"))
 
 

@@ -227,7 +227,7 @@ _PLAIN_MAPPINGS = ("headers_env", "path", "url")
 
 
 def _plain(value: Any, name: str = "", is_free_form: bool = False) -> Any:
-    """Returns `value` as plain YAML types, with secrets replaced.
+    """Returns `value` as plain YAML types, with secrets replaced by "<redacted>".
 
     `is_free_form` is True if `name` is a key that the user invented, which may name a secret. Keys
     of the schema (max_prompt_tokens, prompt_key) only sound as if they did.
@@ -266,7 +266,7 @@ _MAX_ARGUMENTS = 1_000
 _MAX_ARGUMENT_LENGTH = 4_000
 # A name before a value, as in name=, name: or "name":
 _NAME = re.compile(r"""(?<![\w.-])([\w.-]++)(?:\s*=\s*|["']?\s*:\s+|["']\s*:\s*)""")
-# The value after a name. If it begins with { or [, everything that follows belongs to it.
+# The value after a name. If the value begins with { or [, everything that follows belongs to it.
 _VALUE = re.compile(r"""[{\[].*|"[^"]*"|'[^']*'|[^\s,;&}\]]+""", re.DOTALL)
 
 

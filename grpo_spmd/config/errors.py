@@ -40,6 +40,7 @@ class ConfigError(ValueError):
     """Raised if the config, the command line or the data cannot be used. Its text is one line."""
 
     def __str__(self) -> str:
+        """Returns the message as one line without control characters."""
         return " ".join(printable(super().__str__()).split("\n"))
 
 
@@ -63,6 +64,7 @@ def say(text: str) -> None:
     line = printable(text)
 
     def write() -> None:
+        """Writes the line to stderr, which may take for ever."""
         # A caller of main() may have replaced sys.stderr (a notebook, a test).
         if sys.stderr is not sys.__stderr__:
             print(line, file=sys.stderr, flush=True)
@@ -86,6 +88,7 @@ def within(seconds: float, work: Callable[[], T]) -> T:
     future: Future[T] = Future()
 
     def run() -> None:
+        """Runs `work` in the thread, and keeps its result or exception in `future`."""
         try:
             future.set_result(work())
         except BaseException as error:

@@ -43,12 +43,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_config_with_sources(
     path: str | Path, overrides: Sequence[str] = (), *, on_cpu: bool = False
 ) -> tuple[Config, dict[str, str]]:
-    """Returns (config, sources): where the value of each key of `flatten_config` came from, in its
-    order.
+    """Returns (config, sources): the checked config, and where the value of each key came from.
 
-    A source is "default", "FILE:LINE", "command line" or "from algorithm: NAME". If file or command
-    line replace a different value of the algorithm's recipe, the source also names that value. With
-    `on_cpu` keys that are auto get the values for a CPU. Raises ConfigError.
+    `sources` has the keys of `flatten_config`, in its order. A source is "default", "FILE:LINE",
+    "command line" or "from algorithm: NAME". If file or command line replace a different value of
+    the algorithm's recipe, the source also names that value. With `on_cpu` keys that are auto get
+    the values for a CPU. Raises ConfigError.
     """
     tree, sources = read_tree(Path(path).expanduser())
     for override in overrides:
@@ -68,8 +68,9 @@ def load_config_with_sources(
 
 
 def build_config(tree: dict[str, Any], *, on_cpu: bool = False) -> Config:
-    """Returns the checked config made from a tree of plain values. With `on_cpu` keys that are auto
-    get the values for a CPU. Raises ConfigError.
+    """Returns the checked config made from a tree of plain values, as YAML gives them.
+
+    With `on_cpu` keys that are auto get the values for a CPU. Raises ConfigError.
     """
     # The recipe's values are filled in before coercion, so they are checked like the user's.
     recipe = recipe_of(tree)
@@ -114,8 +115,9 @@ def read_tree(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _note_lines(node: yaml.Node | None, prefix: str, path: Path, sources: dict[str, str]) -> None:
-    """Adds {dotted key: "FILE:LINE"} to `sources` for every key and list element in `node`, whose
-    own dotted key is `prefix`."""
+    """Adds {dotted key: "FILE:LINE"} to `sources` for every key and list element in `node`.
+
+    `prefix` is the dotted key of `node` itself, "" for the whole file."""
     if isinstance(node, yaml.MappingNode):
         items = [(str(key_node.value), key_node, value) for key_node, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
@@ -220,6 +222,7 @@ class StrictLoader(yaml.SafeLoader):
     """
 
     def __init__(self, stream: Any) -> None:
+        """`stream` is the YAML text, or an open file, as PyYAML takes it."""
         super().__init__(stream)
         # Number of values in the document so far, and in each node. An alias counts as many values
         # as the node that it stands for.
@@ -232,7 +235,8 @@ class StrictLoader(yaml.SafeLoader):
         values_before = self._num_values
         is_alias = self.check_event(yaml.AliasEvent)
         node = super().compose_node(parent, index)
-        # An alias inside its own node has no size yet. It is endless, so it counts the maximum.
+        # An alias inside the node that it stands for has no size yet. It is endless, so it counts
+        # the maximum.
         self._num_values += self._sizes.get(node, _MAX_VALUES) if is_alias else 1
         self._sizes[node] = self._num_values - values_before
         rule = ""
@@ -335,8 +339,8 @@ def _check_recipe_needs(config: Config) -> None:
 
 
 def _recipe_remark(error: str, tree: Mapping[str, Any], recipe: Mapping[str, Any]) -> str:
-    """Returns a remark to add to an error message that names keys which the algorithm has set and
-    not the user; "" if there are none."""
+    """Returns a remark to add to an error message that names keys which the recipe has set and not
+    the user; "" if it names none."""
     # \b: loss.kl must not be found in loss.kl_coef.
     set_keys = flat(dict(tree))
     values = [
@@ -414,8 +418,9 @@ def with_cpu_defaults(config: Config) -> Config:
 
 
 def decided(config: Config, values: Mapping[str, Any]) -> Config:
-    """Returns the config in which each key of `values` that is auto has the value there. Other keys
-    stay as they are."""
+    """Returns the config with each key that is still "auto" set to its value in `values`.
+
+    Keys that the user has set stay as they are."""
     for key, value in values.items():
         name, _, field = key.partition(".")
         section = getattr(config, name)
@@ -426,7 +431,8 @@ def decided(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def decided_values(config: Config) -> dict[str, Any]:
-    """Returns the values of DECIDED_KEYS by key. A key that is still auto has the planner's first
-    choice."""
+    """Returns the values of DECIDED_KEYS (the keys that may be auto) by key.
+
+    For a key that is still auto this is the planner's first choice."""
     values = (config.model.recompute, config.micro_batch_tokens, config.rollout.engine_ranks)
     return dict(zip(DECIDED_KEYS, values, strict=True))

@@ -70,7 +70,7 @@ def _errors(config: Config) -> Iterator[str]:
             f"({config.optimizer.lr:g})"
         )
     yield from logging_errors(config.logging)
-    # Without starting the environment, one that may give rewards is assumed to give one with a
+    # The environment is not started here. If it may give rewards, it is assumed to give one with a
     # weight; check_known_rewards checks the rules again when the rewards are known.
     yield from _signal_errors(config, _has_weighted_reward(config) or config.environment.can_reward)
     yield from _environment_errors(config)
@@ -130,9 +130,9 @@ def met_conditions(conditions: str, values: Mapping[str, Any]) -> str:
 
 
 def check_known_rewards(config: Config, weights: Mapping[str, float]) -> None:
-    """Checks the rules about rewards when the environment's rewards are known. Raises ConfigError.
+    """Checks the rules about rewards again, now that the environment's own rewards are known.
 
-    `weights` has the weights of all rewards except reward models, by name.
+    Raises ConfigError. `weights` has the weights of all rewards except reward models, by name.
     """
     has_rewards = any(weights.values()) or _has_weighted_reward(config)
     if not (has_rewards or config.teacher.is_on):
@@ -173,6 +173,7 @@ def logging_errors(logging: LoggingConfig) -> Iterator[str]:
 
 
 def _has_weighted_reward(config: Config) -> bool:
+    """Returns True if a reward of the config has a weight other than 0."""
     return any(reward.weight for reward in config.rewards)
 
 
@@ -444,7 +445,7 @@ def _reward_errors(prefix: str, reward: RewardConfig) -> Iterator[str]:
 
 
 def _keys_set(section: Any, names: Iterable[str]) -> list[str]:
-    """Returns the keys among `names` whose value in the section is not the default."""
+    """Returns the keys among `names` that the user has changed: their value is not the default."""
     defaults = {field.name: default_of(field) for field in fields(section)}
     return [name for name in names if getattr(section, name) != defaults[name]]
 

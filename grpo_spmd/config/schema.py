@@ -380,6 +380,7 @@ class EnvironmentConfig:
 
     @property
     def is_on(self) -> bool:
+        """True if the run has episodes with an environment or an agent."""
         return bool(self.tools or self.factory or self.gym or self.agent)
 
     @property
@@ -431,6 +432,7 @@ class TeacherConfig:
 
     @property
     def is_on(self) -> bool:
+        """True if the run has a teacher."""
         return bool(self.path or self.url)
 
     @property
@@ -450,10 +452,12 @@ class TeacherConfig:
 
     @property
     def names(self) -> list[str]:
+        """The names of all teachers; the name of a single teacher is ""."""
         return [*self.paths, *self.urls]
 
 
 def _by_name(value: dict[str, str] | str) -> dict[str, str]:
+    """Returns paths or addresses by the teachers' names, from a mapping or from a single one."""
     # A single teacher has an empty name, so that its metrics are named teacher/kl.
     if isinstance(value, str):
         return {"": value} if value else {}

@@ -1,5 +1,6 @@
-"""Checks the decision about a step, its batch, its prompts and its stop tokens.
+"""Checks rank 0's decision about a step, the step's batch, its prompts and its stop tokens.
 
+The decision says which rollouts are trained on, with which advantages, and by which rank.
 `BatchCheck` computes rewards, advantages, masks and denominators once more, in plain Python, from
 the rollouts that each rank sampled itself. A rollout may be trained on by another rank than the one
 that sampled it; both hash its tokens, logprobs, advantages and mask, and rank 0 compares the
@@ -76,12 +77,18 @@ _Row = dict[str, Any]
 
 
 class BatchCheck:
-    """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it."""
+    """Checks rank 0's decision about a step, and the micro-batches that the ranks made from it.
+
+    `run` computes on each rank once more what should be decided about the rollouts that the rank
+    sampled."""
 
     def __init__(
         self, settings: UpdateCheckSettings, tokenizer: Any = None, *, counts_rows: bool = True
     ) -> None:
-        """Only a rollout with stop strings needs the `tokenizer`. `counts_rows` as in Policy."""
+        """The `tokenizer` is used only with `rollout.stop`, to look for the stop strings.
+
+        `counts_rows` is that of Policy: False on a rank whose micro-batches another rank has too
+        and counts (`model.sequence_parallel_size`)."""
         self._counts_rows = counts_rows
         self._tokenizer = tokenizer
         self._rollout = settings.rollout
@@ -97,7 +104,7 @@ class BatchCheck:
         """Collective. Returns what is wrong with the rollouts that this rank sampled and with the
         micro-batches ("rows") that it trains on."""
         result = CheckResult()
-        # Every rank makes the same collectives in the same order, also without a trained group.
+        # Every rank makes the same collectives in the same order, even one without a trained group.
         self._check_completions(result, sampled)
         kl_penalties = _kl_penalties(batch, self._loss)
         rewards = self.rewards_of(sampled, decision)
@@ -178,16 +185,16 @@ class BatchCheck:
         }
 
     def _weighted_sums(self, sampled: SampledStep) -> list[list[float]]:
-        """Returns, for each group, the reward of each completion, NaN where it is not known.
+        """Returns for each group the weighted sum of the rewards of each completion; NaN: unknown.
 
-        They are computed from the value and the status of each call, without the code of
+        The sums are computed from the value and the status of each reward call, without the code of
         `rewards/`. Rewards of weight 0 are left out; if all weights are 0, all count as 1."""
         completions = [c for group in sampled.groups for c in group.completions]
         sums = np.zeros(len(completions))
         num_applying = np.zeros(len(completions))
         has_weights = any(self._weights)
         scored = sampled.scored
-        # Not strict: a rank without completions has no names.
+        # Not strict: a rank without completions has no rewards by name.
         for weight, name in zip(self._weights, scored.by_name, strict=False):
             if has_weights and weight == 0:
                 continue
@@ -238,6 +245,7 @@ class BatchCheck:
             "batch": max(step_deviation, _MIN_DEVIATION),
             "none": 1.0,
         }
+        # The default of 1 is for dr_grpo, which only subtracts the group's mean.
         scale = {
             "reinforce_pp": step_deviation,
             "max_rl": center,
@@ -260,8 +268,10 @@ class BatchCheck:
         expected: float,
         decision: Decision,
     ) -> None:
-        """Checks the decided advantage and loss mask of the rollout `i`. `expected` is what the
-        advantage should be; `reward` is the reward before the KL penalty."""
+        """Checks the advantage and the loss mask that rank 0 decided for the rollout with id `i`.
+
+        `expected` is what the advantage should be. `reward` is the reward before the KL penalty;
+        NaN: unknown."""
         advantage = decision.advantages[i]
         if not self._has_critic and not _is_close(advantage, expected):
             result.errors.append(
@@ -284,12 +294,12 @@ class BatchCheck:
         discount: float | None,
         decision: Decision,
     ) -> Sequence[Credit]:
-        """Returns the advantages of each rollout of a group: one number for all its sampled tokens,
-        or one for each.
+        """Returns for each rollout of a group one advantage for all of its sampled tokens, or one
+        advantage for each of them.
 
-        With `environment.discount`, each turn of an episode has its own advantage; these are
-        checked here. With a critic all results are 0: the critic's own check compares advantages.
-        `rewards` and `scale` are those of the group, as in `_advantage_line`."""
+        With `discount` (environment.discount) each turn of an episode has its own advantage; these
+        are checked here. With a critic all results are 0, since the critic's own check compares
+        the advantages. `rewards` and `scale` are those of the group, as in `_advantage_line`."""
         if self._has_critic:
             return [0.0] * len(group.completions)
         ids = decision.rollout_ids(group)
@@ -311,12 +321,15 @@ class BatchCheck:
         return credits
 
     def _check_completions(self, result: CheckResult, sampled: SampledStep) -> None:
-        """Checks that the completions of a group differ, and that each ends where it should."""
+        """Checks that the completions of a group differ, and that each ends where it should.
+
+        Equal long completions show that the engine has used a seed twice."""
         for group in sampled.groups:
             copies = Counter(tuple(completion.token_ids) for completion in group.completions)
             logprobs = {tuple(c.token_ids): c.logprobs for c in group.completions}
             for ids, count in copies.items():
-                # The log probability that `count - 1` of the group's other samples repeat this one.
+                # The log probability that `count - 1` of the group's other completions repeat this
+                # one by chance.
                 num_ways = math.comb(len(group.completions) - 1, count - 1)
                 log_chance = math.log(num_ways) + (count - 1) * math.fsum(logprobs[ids])
                 if log_chance < _MIN_LOG_CHANCE:
@@ -363,7 +376,9 @@ class BatchCheck:
                 )
 
     def _has_stop_string(self, ids: Sequence[int], before: str = "") -> bool:
-        """Returns whether one of `rollout.stop` is in the text of these tokens, after `before`."""
+        """Returns whether vLLM would find a stop string (`rollout.stop`) in the text of `ids`.
+
+        `before` is put in front of that text: some tokenizers drop a blank in decoding."""
         if not self._rollout.stop:
             return False
         text = before + self._tokenizer.decode(
@@ -419,11 +434,12 @@ def _turn_advantages(
     scale: float,
     discount: float,
 ) -> list[npt.NDArray[Any]]:
-    """Returns the advantages of the sampled tokens of each rollout of a group.
+    """Returns for each rollout of a group the advantages of its sampled tokens, turn after turn.
 
-    For a turn, let x be (return from this turn on) - (return of the whole episode). Every token of
-    the turn has the rollout's advantage plus (x - mean of x over the group's rollouts with a known
-    reward) / `scale`."""
+    `advantages` has one number for each rollout; `scale` is that of `_advantage_line`. For a turn,
+    let x be (return from this turn on) - (return of the whole episode). Every token of the turn has
+    the rollout's advantage plus (x - mean of x over the group's rollouts with a known reward) /
+    `scale`."""
     turns_by_rollout = [episode.turns if episode is not None else () for episode in episodes]
     # One start more than the longest episode has turns: the return after its end is 0.
     starts = range(1 + max(map(len, turns_by_rollout)))
@@ -445,7 +461,11 @@ def _turn_advantages(
 
 
 def _has_whole_paths(row: MicroBatch, tree: PrefixTree) -> bool:
-    """Returns True if the keys of each sequence's last node are the tokens of the sequence."""
+    """Returns True if the tree gives the last node of each sequence the keys of the whole sequence.
+
+    In the `tree` of a row each prefix that sequences share is stored once, as a node. A token of
+    the last node attends to all keys on the way from the root, which must be exactly the tokens of
+    its sequence."""
     columns = tree.index, tree.keys, tree.starts, tree.key_starts
     index, keys, starts, key_starts = (column.cpu().numpy() for column in columns)
     sequences = np.split(index, np.cumsum(row.sequence_lengths)[:-1])
@@ -457,8 +477,9 @@ def _has_whole_paths(row: MicroBatch, tree: PrefixTree) -> bool:
 
 
 def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int, int]]:
-    """Returns (rollout id, hash) of each rollout in a micro-batch. With `has_critic`, advantages
-    are hashed as 0, as in `BatchCheck.run`.
+    """Returns (rollout id, hash) of each rollout in a micro-batch, on the rank that trains on it.
+
+    With `has_critic` advantages are hashed as 0, as `BatchCheck.run` does on the sampling rank.
 
     The hash is _MISALIGNED if a target is not the token after the position that predicts it, if
     positions do not count from 0 in each sequence, or if a sequence starts elsewhere."""
@@ -469,7 +490,8 @@ def _hash_rollouts(row: MicroBatch, has_critic: bool = False) -> list[tuple[int,
         torch.equal(positions, row.position_ids.cpu()) and starts == row.sequence_starts.tolist()
     )
     if row.tree is not None:
-        # In the tree, too, each token is itself and at its own position.
+        # Where a shared prefix is stored once (the tree), the stored token that stands for a token
+        # must have the same id and position.
         read = row.tree.tokens[row.tree.index]
         is_aligned &= all(torch.equal(x, x[read]) for x in (row.input_ids, row.position_ids))
         is_aligned &= _has_whole_paths(row, row.tree)
@@ -514,7 +536,7 @@ def _hash_rollout(
     `contexts` has, for each sequence that the policy read, its token ids and the positions of the
     sampled tokens among them. Tokens after the last sampled one do not count. `logprobs`,
     `advantages` and `mask` have one value for each sampled token. `routes` are those of the
-    contexts, if they were recorded."""
+    contexts: the experts that the engine chose for each token; none for a dense model."""
     chunks = [
         np.concatenate([ids[: sampled[-1] + 1], [-1], sampled]).astype(np.int64).tobytes()
         for ids, sampled in contexts
@@ -559,7 +581,8 @@ def find_misplaced(
         errors.append("not each rollout of the step was sampled once")
     if sorted(decision.plan.ids.tolist()) != all_ids:
         errors.append("the plan does not have each rollout once")
-    # Every rank of a sequence group reports the rows that it shares.
+    # The plan has one entry for each group of ranks that share their micro-batches (one rank
+    # without model.sequence_parallel_size), and every rank of the group reports its rollouts.
     num_sharing = len(reports) // len(decision.plan.lengths[0])
     counts = Counter(i for i, _ in trained)
     hashes = {i: expected for i, expected, _ in sampled}
@@ -599,8 +622,8 @@ def _is_close(a: float, b: float) -> bool:
 def check_data(
     groups: Sequence[RolloutGroup], scored: ScoredRollouts, tokenizer: Any, data: DataConfig
 ) -> CheckResult:
-    """Checks some of this rank's prompts, and the arguments that the reward functions got for
-    them."""
+    """Compares some of this rank's prompts, and the arguments that the reward functions got for
+    them, with rows of data.train that are read again."""
     result = CheckResult()
     checked = groups[:_NUM_PROMPTS]
     try:
@@ -663,7 +686,10 @@ def check_data(
 
 
 def check_stop_ids(path: Path, tokenizer: Any, stop_ids: Collection[int]) -> CheckResult:
-    """Compares the engine's stop tokens with those that the files in the model's folder name."""
+    """Compares the engine's `stop_ids` with the tokens that the model's own files name.
+
+    These are eos_token_id of generation_config.json or config.json in the folder `path`, and the
+    tokenizer's."""
     expected: set[int] = {tokenizer.eos_token_id} - {None}
     # As in vLLM and transformers, generation_config.json comes before config.json.
     for file in filter(Path.is_file, (path / "generation_config.json", path / "config.json")):
@@ -728,7 +754,7 @@ def _prompt_of(row: _Row, data: DataConfig) -> Any:
 
 
 def _token_ids(prompt: Any, tokenizer: Any, data: DataConfig) -> list[int]:
-    """Returns the token ids of a prompt, from the tokenizer's own methods alone."""
+    """Returns the token ids of a prompt as the tokenizer gives them, without the trainer's code."""
     if isinstance(prompt, str):
         return list(tokenizer.encode(prompt))
     # The class's method: the run has replaced the tokenizer's by one with chat_template_kwargs

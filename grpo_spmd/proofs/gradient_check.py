@@ -96,8 +96,9 @@ WHOLE = "the whole model"
 
 
 def widen_by_noise(bound: float, noise: float, largest: float = math.inf) -> float:
-    """Returns the bound of a difference in a number format whose rounding alone gives `noise`: the
-    larger one of `bound` and what this noise explains, where the latter is at most `largest`."""
+    """Returns the larger one of `bound` and what rounding explains, the latter at most `largest`.
+
+    `noise` is the difference that rounding alone was measured to give."""
     return max(bound, min(_NOISE_FACTOR * noise, largest))
 
 
@@ -124,7 +125,7 @@ def mean_difference(scores: Tensor, others: Tensor) -> float:
 
 
 class UpdateCheckError(RuntimeError):
-    """The trainer's numbers differ from those of a plain recomputation."""
+    """Raised if the trainer's numbers differ from those of a plain recomputation."""
 
     # The report of a failure prints the whole message.
     says_all = True
@@ -177,7 +178,9 @@ def relative_difference(reduced: Numbers, plain: Numbers) -> float:
 
 
 def check_no_gradient(result: CheckResult, parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Adds an error to `result` if one of these (name, parameter) pairs holds a gradient."""
+    """Adds an error to `result` if one of these (name, parameter) pairs holds a gradient already.
+
+    A gradient that an earlier update left would be added to the next one."""
     stray = next((name for name, parameter in parameters if parameter.grad is not None), None)
     if stray is not None:
         result.errors.append(f"a gradient was left from the last update: that of {stray}")
@@ -187,8 +190,8 @@ def gradient_squares(model: nn.Module) -> dict[str, float]:
     """Returns, for each trained parameter by name, the sum of squares of this rank's part of its
     gradient.
 
-    It is 0 for a parameter without gradient, and on ranks that hold a replica of a part that
-    another rank counts."""
+    The sum is 0 for a parameter without gradient. It is also 0 on a rank that holds a replica
+    (HSDP) of a part that another rank counts, so that sums over ranks count each part once."""
     squares = {name: 0.0 for name, p in model.named_parameters() if p.requires_grad}
     for name, parameter in model.named_parameters():
         if parameter.grad is not None and is_first_replica(cast(DTensor, parameter)):
@@ -198,7 +201,8 @@ def gradient_squares(model: nn.Module) -> dict[str, float]:
 
 
 def count_loss(mini_batch: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Returns (number of tokens, number of rollouts) of this rank that count in the loss."""
+    """Returns (number of tokens, number of rollouts) of this rank's micro-batches that count in the
+    loss."""
     return (
         sum(int(row.loss_mask.sum()) for row in mini_batch),
         sum(len(row.sequence_index[row.loss_mask].unique()) for row in mini_batch),
@@ -224,21 +228,26 @@ class SignalProofs:
 
 @dataclass(frozen=True)
 class _Trial:
-    """The synthetic rows of one check after the trainer's pass over them.
+    """The synthetic micro-batches ("rows") of one check, after the trainer's pass over them.
 
-    A rank that shares its rows with one that counts them has no rollouts here."""
+    If ranks share a row (`model.sequence_parallel_size`), only the first of them has its rollouts
+    here, so that they count once."""
 
     rollouts: Sequence[Rollout]
     columns: dict[str, Tensor]
     """The trainer's scores, as TrainerPass.columns returns them."""
     teacher: RandomTeacher | None
+    """None: the run has no teacher."""
     num_tokens: int
+    """The tokens that count in the loss, over all ranks; `num_sequences` counts their rollouts."""
     num_sequences: int
     device: torch.device
 
 
 class GradientCheck:
-    """Compares the trainer's loss and gradient on synthetic rows with the plain ones."""
+    """Compares the trainer's loss and gradient on synthetic rows with the plain ones.
+
+    `run` also sets the bounds of scores with which UpdateCheck's later checks compare."""
 
     def __init__(
         self,
@@ -247,6 +256,8 @@ class GradientCheck:
         settings: UpdateCheckSettings,
         signals: SignalProofs,
     ) -> None:
+        """`updater` makes the pass that is checked; `signals` describes the terms of the loss that
+        teachers and critic add."""
         self._policy = policy
         self._updater = updater
         self._settings = settings
@@ -288,7 +299,8 @@ class GradientCheck:
         *,
         shares_prefixes: bool,
     ) -> CheckResult:
-        """Does the work of `run` while the critic's head, if there is one, is random."""
+        """Collective. Does the work of `run`, while a critic's head on the policy gives random
+        values: a new head is all zeros, which would hide faults."""
         result = CheckResult()
         policy = self._policy
         values = self._values
@@ -384,7 +396,8 @@ class GradientCheck:
         """Collective. Adds the gradient of the plain loss, times `sign`, to the parameters'
         gradients. Returns the plain scores and the terms of the loss.
 
-        With `result` the critic's values are compared, and their loss is one of the terms."""
+        With `result` the values of a critic's head are compared too, and their loss is one of the
+        terms. Without it (None), when noise is measured, the critic is left out."""
         policy = self._policy
         routes = plain_routes(trial.rollouts, trial.device)
         # The backward pass is within plain attention too, since activation checkpointing may run
@@ -413,12 +426,14 @@ class GradientCheck:
     def _compare_terms(
         self, result: CheckResult, totals: Reductions, terms: dict[str, LossTerm]
     ) -> None:
-        """Compares the terms of the trainer's loss with the plain ones."""
+        """Compares the terms of the trainer's loss with the plain ones, by name.
+
+        `totals` are the metrics of the trainer's pass, which have this rank's sum of each term."""
         sums = {name: float(totals[name].value) for name in terms if name in totals}
         plain = {name: float(term.value.detach()) for name, term in terms.items()}
         sizes = {name: term.size for name, term in terms.items()}
-        # The trainer's total has these two terms in it. Routers round in bfloat16: their term is
-        # compared by itself only, so the trainer's own value of it is added.
+        # The trainer's "loss" has two terms more, "router_aux" and "value". Routers round in
+        # bfloat16: their term is compared by itself only, so here the trainer's value is added.
         plain["loss"] += sums.get("router_aux", 0.0) + plain.get("value", 0.0)
         sizes["loss"] += sizes.get("router_aux", 0.0) + sizes.get("value", 0.0)
         if not self._loss.kl_coef:
@@ -444,7 +459,8 @@ class GradientCheck:
         *,
         shares_prefixes: bool = False,
     ) -> None:
-        """Collective. Compares the reference's logprobs of the tokens of `run` with plain ones.
+        """Collective. Compares the reference model's logprobs with plain ones, on the shortened
+        rollouts that `run` uses.
 
         `reference` is the function that the trainer calls. `model` is the model whose weights it
         uses; in the plain pass the LoRA adapters of this model, if it has any, are 0."""
@@ -454,6 +470,7 @@ class GradientCheck:
         )
 
         def plain_pass() -> Tensor:
+            """Returns the reference's logprobs [tokens] by a plain forward pass."""
             without_adapters = adapters_at_zero(model.model) if model.lora.rank else nullcontext()
             routes = use_plain_routes(model.model, plain_routes(rollouts, device))
             with use_plain_attention(model.model), routes, without_adapters:
@@ -461,6 +478,7 @@ class GradientCheck:
                 return _plain_scores(model, rollouts, temperature, device).logprobs
 
         def measure_noise() -> float:
+            """Returns how much the model's dtype rounds a logprob, in nats on average."""
             with use_float32(model):
                 return mean_difference(plain_pass(), plain)
 
@@ -473,7 +491,7 @@ class GradientCheck:
             bound = bound_by_noise(self.score_bound, difference, measure_noise)
         for policy in (self._policy, model):
             reshard(policy)
-        # Logprobs that are not finite are no error here: the update reports them, and skips the
+        # Logprobs that are not finite are no error here: the update reports them and skips the
         # step.
         if rollouts and plain.isfinite().all():
             result.check_difference(
@@ -484,8 +502,8 @@ class GradientCheck:
             )
 
     def _is_beyond_bounds(self, differences: dict[str, float], relative: dict[str, float]) -> bool:
-        """Returns whether any difference of scores or gradients is above its bound before noise is
-        considered, or NaN."""
+        """Returns whether any difference of scores or gradients is NaN, or above its bound as it is
+        before measured noise widens it."""
         is_within = all(value <= self.score_bound for value in differences.values()) and all(
             value <= self._gradient_bound for value in relative.values()
         )
@@ -531,8 +549,10 @@ class GradientCheck:
     def _plain_balance(
         self, rollouts: Sequence[Rollout], router_logits: dict[int, Tensor]
     ) -> LossTerm:
-        """Collective. Returns this rank's part of the load-balance loss, from the routes of its
-        rollouts and the plain routers' logits [S * L, E] by layer."""
+        """Collective. Returns this rank's part of the experts' load-balance loss.
+
+        It is computed from the routes of the rollouts (the experts that the engine chose for each
+        token) and from the plain routers' logits [S * L, E] by layer: S sequences of L tokens."""
         policy = self._policy
         contexts = rollout_contexts(rollouts)
         counts = np.zeros((policy.model.config.num_hidden_layers, policy.num_experts))
@@ -540,7 +560,7 @@ class GradientCheck:
             assert context.routes is not None
             for layer, counts_of_layer in enumerate(counts):
                 np.add.at(counts_of_layer, context.routes[:, layer], 1)
-        # The engine has read all tokens of a sequence but its last.
+        # The engine has read, and so routed, all tokens of a sequence but its last.
         lengths = [len(context.token_ids) - 1 for context in contexts]
         *sums, num_tokens = sum_over_ranks([*counts.flatten().tolist(), sum(lengths)])
         fractions = np.reshape(sums, counts.shape) / max(num_tokens, 1.0)
@@ -570,7 +590,9 @@ class GradientCheck:
         return max(join_ranks([noise])), _relative_norms(squares, gradient_squares(self._policy))
 
     def _bounds_of_gradients(self, noise: dict[str, float]) -> dict[str, float]:
-        """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE."""
+        """Returns, by name, the bound of the difference of each tensor's gradient and of WHOLE.
+
+        `noise` has what rounding alone gives, by the same names; 0 where it was not measured."""
         return {
             name: widen_by_noise(self._gradient_bound, value, _MAX_GRADIENT_BOUND)
             for name, value in noise.items()
@@ -580,9 +602,10 @@ class GradientCheck:
         self, result: CheckResult, relative: dict[str, float], noise: dict[str, float]
     ) -> None:
         """Compares the relative difference of each tensor's gradient, and of the whole gradient,
-        with its bound, which `noise` may widen. Records only the worst one.
+        with its bound, which `noise` may widen.
 
-        In bfloat16, if a single tensor is slightly above its bound, this is only a warning."""
+        Only the largest difference, relative to its bound, is recorded. In bfloat16 a single tensor
+        that is slightly above its bound gives only a warning."""
         bounds = self._bounds_of_gradients(noise)
         # A NaN counts as the largest difference.
         excess = {
@@ -648,8 +671,9 @@ def _relative_norms(
 class _Sketch:
     """Computes products of one linear layer's weight gradient with random vectors: u^T (dL/dW) v.
 
-    They are computed in two ways: from the gradient that FSDP has summed over ranks, and, without
-    FSDP, from the layer's inputs and output gradients on this rank."""
+    They show whether FSDP has summed the gradient over ranks rightly. They are computed in two
+    ways: from the gradient that FSDP has summed over ranks, and, without FSDP, from the layer's
+    inputs and output gradients on this rank."""
 
     def __init__(self, policy: Policy) -> None:
         modules = decoder_layers(policy.model).modules()
@@ -685,7 +709,7 @@ class _Sketch:
     def watching(self) -> Iterator[None]:
         """Returns a context manager, in which each backward pass adds to `of_tokens`.
 
-        With the random vectors l and r of each pair, the product l^T (dL/dW) r is summed there
+        With the random vectors u and v of each pair, the product u^T (dL/dW) v is summed there
         token by token in float64, from the layer's inputs and the gradients of its outputs on this
         rank. It is compared with the same product of the gradient that the optimizer gets."""
 
@@ -695,6 +719,7 @@ class _Sketch:
             input_products = inputs[0].detach().flatten(0, -2).double() @ self._right.T
 
             def backward(grad: Tensor) -> None:
+                """Runs in the backward pass with the gradient of the layer's output."""
                 grad_products = grad.flatten(0, -2).double() @ self._left.T
                 # Subtracted, since the backward pass is that of the negative loss.
                 self.of_tokens -= (grad_products * input_products).sum(0).cpu().numpy()
@@ -710,7 +735,7 @@ class _Sketch:
 
 
 class _PlainScores(NamedTuple):
-    """The scores of a plain forward pass, with their graph."""
+    """The scores that a plain forward pass gives the sampled tokens, with their autograd graph."""
 
     logprobs: Tensor
     """[tokens], float64."""
@@ -719,7 +744,7 @@ class _PlainScores(NamedTuple):
     zero: Tensor
     """A 0 that depends on the whole model, so that its backward pass reaches every parameter."""
     mean_max_logit: float
-    """Mean over tokens of the largest |logit|."""
+    """Mean over tokens of the largest |logit| / temperature."""
     all_logprobs: list[Tensor]
     """For each context the logprobs [n, V] of the whole vocabulary at its n sampled tokens."""
 
@@ -727,8 +752,8 @@ class _PlainScores(NamedTuple):
 def _plain_scores(
     policy: Policy, rollouts: Sequence[Rollout], temperature: float, device: torch.device
 ) -> _PlainScores:
-    """Collective. Returns the scores of rollouts by transformers' own forward pass, with their
-    graph."""
+    """Collective. Returns the scores of the rollouts' sampled tokens by transformers' own forward
+    pass, with their autograd graph."""
     rows, sampled = padded_contexts(rollouts, device)
     logits = policy.plain_logits(rows).float() / temperature
     zero = (logits.sum() * 0.0).double()

@@ -15,7 +15,7 @@ _log = logging.getLogger("grpo_spmd")
 
 
 class MismatchError(RuntimeError):
-    """Engine and policy give the sampled tokens logprobs that rounding does not explain."""
+    """Raised if engine and policy give the sampled tokens logprobs that rounding cannot explain."""
 
     # The report of a failure prints the whole message.
     says_all = True
@@ -118,8 +118,8 @@ class LogprobCheck:
         return {"mismatch_scale": self.first_step}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues from what `state()` returned in an earlier process. Does nothing if that has
-        no first step."""
+        """Continues from `state`, which `state()` returned in an earlier process. Does nothing if
+        it has no first step."""
         if state.get("mismatch_scale") is not None:
             self.first_step = tuple(state["mismatch_scale"])
 

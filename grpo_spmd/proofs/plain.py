@@ -94,8 +94,11 @@ def use_plain_attention(model: Any) -> Iterator[None]:
 def padded_routes(
     contexts: Sequence[Segment | RowContext], num_tokens: int, device: torch.device
 ) -> Tensor | None:
-    """Returns the routes [S, L, layers, k] of a batch with one context per row, padded with zeros
-    to L = `num_tokens`; None if not all contexts have routes."""
+    """Returns the routes [S, L, layers, k] of a batch with one context per row; None if not all
+    contexts have routes.
+
+    Routes are the k experts that the engine's routers chose for each token. They are padded with
+    zeros to L = `num_tokens`."""
     routes = [context.routes for context in contexts if context.routes is not None]
     if not routes or len(routes) < len(contexts):
         return None
@@ -140,9 +143,10 @@ def _route_plainly(
     logits: dict[int, Tensor],
     hidden: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what the router's own forward pass returns, but for the given `experts` [tokens, k]:
-    logits [tokens, E], weights and indices [tokens, k], in the order that its class has. Also
-    stores the logits in `logits`."""
+    """Returns what a router's forward pass returns if it chooses the given `experts` [tokens, k].
+
+    These are the logits [tokens, E] over E experts, and the weights and indices [tokens, k] of the
+    chosen experts, in the order of the router's class. The logits are also stored in `logits`."""
     hidden = hidden.reshape(-1, hidden.shape[-1])
     # GLM4-MoE routes in float32, by sigmoids; its correction bias only chooses the experts.
     has_sigmoids = hasattr(router, "e_score_correction_bias")
@@ -165,16 +169,19 @@ class _Float32Arguments(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Calls `func` with float32 copies. torch calls this method in place of each function."""
         args, kwargs = tree_map(_as_float32, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
 def _as_float32(value: Any) -> Any:
+    """Returns a bfloat16 tensor as float32, and any other value unchanged."""
     is_rounded = isinstance(value, Tensor) and value.dtype == torch.bfloat16
     return value.float() if is_rounded else value
 
 
 def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a module's `forward` returns if its bfloat16 inputs and weights are float32."""
     with _Float32Arguments():
         return forward(*args, **kwargs)
 
@@ -182,7 +189,8 @@ def _call_in_float32(forward: Any, *args: Any, **kwargs: Any) -> Any:
 @contextmanager
 def use_float32(policy: nn.Module) -> Iterator[None]:
     """Returns a context manager. Within it a model under FSDP computes in float32, with its
-    bfloat16 weights. A backward pass must be within it too."""
+    bfloat16 weights, so that a comparison shows how much bfloat16 arithmetic rounds. A backward
+    pass must be within it too."""
     # Modules with parameters of their own: the experts of a layer are one, with an activation in
     # it. Operations between them follow the dtype of their results. FSDP's hooks run on modules
     # above these and must not be in the mode: they write into bfloat16 buffers, which the mode
@@ -218,7 +226,7 @@ class LossTerm(NamedTuple):
     """One term of the loss: a weighted sum over the tokens that count."""
 
     value: Tensor
-    """[] The sum, with its graph."""
+    """[] The sum, with its autograd graph."""
     size: float
     """The sum of the summands' absolute values. Differences are relative to it."""
 
@@ -233,10 +241,11 @@ def plain_terms(
     max_completion_tokens: int,
     teacher_coef: float = 0.0,
 ) -> dict[str, LossTerm]:
-    """Returns the terms "loss", "policy", "kl", "entropy" and "teacher"; "loss" is the total.
+    """Returns the terms of the loss by name: "policy", "kl", "entropy", "teacher", and their
+    weighted sum "loss".
 
     Each rollout must have one advantage for all its tokens. `columns` are float64 [tokens] over the
-    completion tokens of all rollouts: "logprobs" and "entropy" (the policy's, with their graph),
+    completion tokens of all rollouts: "logprobs" and "entropy" (the policy's, with autograd graph),
     "old" (its logprobs before the update), "engine" (the engine's logprobs), and "ref" (the
     reference's logprobs) if the loss has a KL term. With a teacher there is also "teacher_penalty",
     which is subtracted from each token's advantage, or "divergence" with its graph, which is
@@ -286,15 +295,17 @@ def plain_terms(
 
 
 def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the objective [n], which is maximised, at each token of one sequence. `p` and `old`
-    are the policy's logprobs now and before the update."""
+    """Returns the objective [n] at each token of one sequence, which training maximises.
+
+    `p` [n] are the policy's logprobs now, `old` [n] those before the update."""
     low = 1 - loss.clip_ratio_low
     high = 1 + loss.clip_ratio_high
     ratio = (p - old).exp()
     # cispo: the clipped ratio is a constant factor of the logprob.
     if loss.policy == "cispo":
         return advantages * ratio.detach().clamp(low, high) * p
-    # gspo: all tokens have the ratio of the sequence, and each its own part of the gradient.
+    # gspo: all tokens have the value of the sequence's ratio (the mean log ratio), and each has the
+    # gradient of its own logprob.
     if loss.policy == "gspo":
         ratio = (p - p.detach() + (p - old).mean().detach()).exp()
     value = ratio.detach()
@@ -302,7 +313,8 @@ def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> 
     # A clipped objective is a constant and has no gradient.
     objective = torch.where((advantages > 0) & (value > high), advantages * high, objective)
     objective = torch.where((advantages < 0) & (value < low), advantages * low, objective)
-    # Dual clip bounds the objective where the ratio of a bad token grows (Ye et al. 2020).
+    # Dual clip bounds the objective where a token with a negative advantage has a large ratio
+    # (Ye et al. 2020).
     if loss.dual_clip is not None:
         is_bounded = (advantages < 0) & (value > loss.dual_clip)
         objective = torch.where(is_bounded, advantages * loss.dual_clip, objective)
@@ -310,8 +322,8 @@ def _objective(p: Tensor, old: Tensor, advantages: Tensor, loss: LossConfig) -> 
 
 
 def _correction(log_ratio: Tensor, loss: LossConfig) -> Tensor:
-    """Returns the importance weights [n] of the tokens of one completion, or [] one for all
-    (sequence_tis). They correct for the mismatch between policy and engine.
+    """Returns the importance weights [n] of the tokens of one completion, or with sequence_tis one
+    weight [] for all of them. They correct for the mismatch between policy and engine.
 
     `log_ratio` [n] is the policy's old logprobs minus the engine's."""
     cap = loss.rollout_correction_cap

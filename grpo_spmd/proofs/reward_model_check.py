@@ -56,7 +56,8 @@ class ScoredCompletion:
 
 
 class RewardModelCheck:
-    """Checks one reward model. It shares no code with the scoring of micro-batches."""
+    """Checks the scores of one reward model. It shares no code with the run's own scoring, which
+    packs texts into micro-batches."""
 
     def __init__(
         self,
@@ -115,8 +116,8 @@ class RewardModelCheck:
     def _check(
         self, result: CheckResult, scored: ScoredCompletion | None
     ) -> list[tuple[float, float]]:
-        """Collective. Compares the score of one completion with that of a plain pass. If it is
-        None, this rank only makes the passes, together with the other ranks.
+        """Collective. Compares the score of one completion with that of a plain pass. If `scored`
+        is None, this rank only makes the passes, together with the other ranks.
 
         Returns the pair (difference, how much the number format rounds), both relative to
         1 + |score|, in a list that is empty if there was nothing to compare."""
@@ -167,12 +168,15 @@ class RewardModelCheck:
         )
 
     def _completion_text(self, scored: ScoredCompletion) -> str:
+        """Returns the completion as text, without special tokens, by the policy's tokenizer."""
         token_ids = scored.completion.token_ids
         return str(self._policy_tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _reads_tokens(self, scored: ScoredCompletion) -> bool:
-        """Returns whether the reward model reads the policy's own token ids, without decoding. It
-        does for plain text, if its vocabulary contains the policy's."""
+        """Returns whether the reward model reads the policy's token ids as they were sampled.
+
+        Otherwise the completion is decoded and encoded again. The ids are read for plain text, if
+        the reward model's vocabulary contains the policy's."""
         is_text = isinstance(scored.prompt.text, str) and scored.completion.episode is None
         return is_text and self._has_policy_vocabulary
 

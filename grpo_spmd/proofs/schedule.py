@@ -17,7 +17,7 @@ class ProofSchedule:
     `proofs.every_steps`."""
 
     def __init__(self, every_steps: int) -> None:
-        """With 0 only the first and the third step are due."""
+        """`every_steps` is `proofs.every_steps`. 0: only the first and the third step are due."""
         self._every_steps = every_steps
         self._first_step: int | None = None
 

@@ -38,8 +38,9 @@ from grpo_spmd.proofs.plain import LossTerm, padded_routes
 from grpo_spmd.records import MicroBatch, Rollout, RolloutGroup, Segment, TeacherSignal
 
 Numbers = npt.NDArray[np.float64]
-# On each rank the check uses at most this many rollouts, given tokens of a prompt or between turns,
-# and sampled tokens of a rollout, so that it costs next to nothing.
+# On each rank the check uses at most this many rollouts, tokens of a prompt (or of what an
+# environment gave between turns), and sampled tokens of a rollout, so that it costs next to
+# nothing.
 _NUM_SEQUENCES = 6
 _PROMPT_TOKENS = 16
 _COMPLETION_TOKENS = 12
@@ -107,8 +108,8 @@ class UpdateCheckSettings:
 
 
 class SyntheticValues(Protocol):
-    """Makes value targets for the synthetic rows, if a critic's head learns in the policy's
-    update."""
+    """The interface of what makes value targets for the synthetic rows, if a critic's head learns
+    in the policy's update. ValueTargets implements it."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, parameter) of the critic's head."""
@@ -131,7 +132,7 @@ class SyntheticValues(Protocol):
 
 
 class TrainerPass:
-    """Records the trainer's scores of the synthetic rows, and sets the rows' synthetic logprobs.
+    """Records the trainer's scores of the synthetic rows, and gives the rows synthetic logprobs.
 
     `hook` is a forward hook of the policy: it sets the row's old, engine and reference logprobs
     from the policy's logprobs of this very pass. They do not come from a separate pass without
@@ -140,6 +141,7 @@ class TrainerPass:
     def __init__(
         self, rollouts: Sequence[Rollout], loss: LossConfig, values: SyntheticValues | None
     ) -> None:
+        """`values` makes value targets; None: no critic learns in the policy's update."""
         self._rollouts = rollouts
         self._loss = loss
         self._values = values
@@ -147,8 +149,10 @@ class TrainerPass:
         self._columns: list[dict[str, Tensor]] = []
 
     def hook(self, _: nn.Module, inputs: tuple[MicroBatch], output: tuple[Tensor, ...]) -> None:
-        """Runs after each forward pass. `output` is logprobs and entropy [C], then what the terms
-        return: the divergence from a teacher, and last the critic's values."""
+        """Runs after each forward pass of the policy over a row, which is `inputs[0]`.
+
+        `output` is logprobs and entropy [C], then what further terms of the loss need: the
+        divergence from a teacher, and last the critic's values."""
         batch = inputs[0]
         logprobs, entropy, *terms = [tensor.detach().double() for tensor in output]
         if self._values is not None:
@@ -193,6 +197,7 @@ class RandomTeacher:
     def __init__(
         self, config: TeacherConfig, policy: Policy, settings: UpdateCheckSettings
     ) -> None:
+        """Draws the teacher's lm_head; its vocabulary is the policy's."""
         self.coef = config.coef
         self._config = config
         self._temperature = settings.rollout.temperature
@@ -211,7 +216,7 @@ class RandomTeacher:
         return self._config.loss == "sampled"
 
     def teach(self, row: MicroBatch) -> None:
-        """Attaches the teacher's signal to a row."""
+        """Attaches the teacher's signal to a row, and keeps its distributions for `divergence`."""
         if self.is_sampled:
             row.teacher_signal = TeacherSignal(self.coef, torch.zeros_like(row.rollout_logprobs))
             return
@@ -255,6 +260,7 @@ class RandomTeacher:
         return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(-1)
 
     def _draw(self, num_rows: int) -> Tensor:
+        """Returns random numbers [num_rows, _HIDDEN_SIZE], the next ones of the fixed seed."""
         return torch.randn(num_rows, _HIDDEN_SIZE, generator=self._generator).to(self._dtype)
 
 
@@ -321,7 +327,8 @@ def padded_contexts(
 
 
 def plain_routes(rollouts: Sequence[Rollout], device: torch.device) -> Tensor | None:
-    """Returns the routes of the rows of `padded_contexts`; None if none were recorded."""
+    """Returns the routes [S, L, layers, k] of the rows of `padded_contexts`: the k experts that the
+    engine chose for each token; None if none were recorded."""
     contexts = rollout_contexts(rollouts)
     num_tokens = max((len(context.token_ids) for context in contexts), default=0)
     return padded_routes(contexts, num_tokens, device)
@@ -339,12 +346,15 @@ def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False
 def trial_rollouts(
     groups: Sequence[RolloutGroup], policy: Policy, has_siblings: bool
 ) -> list[Rollout]:
-    """Collective over the policy's sequence group, if it has one. Returns the `short_rollouts` of
-    the group's first rank, since all of its ranks run the same row."""
+    """Collective over the policy's sequence group, if it has one. Returns `short_rollouts`.
+
+    The ranks of a sequence group share each row, so all of them get the rollouts of the group's
+    first rank."""
     if policy.sequence_group is None:
         return short_rollouts(groups, has_siblings=has_siblings)
 
     def encode() -> list[Any]:
+        """Returns the first rank's segments as lists, which can be sent to the other ranks."""
         return [
             [[segment.token_ids.tolist(), segment.sampled.tolist()] for segment in segments]
             for segments in _short_segments(groups)
@@ -359,8 +369,11 @@ def trial_rollouts(
 def _short_segments(
     groups: Sequence[RolloutGroup], *, has_siblings: bool = False
 ) -> list[tuple[Segment, ...]]:
-    """Returns the shortened segments of up to 6 of this rank's rollouts. `has_siblings` as in
-    `short_rollouts`."""
+    """Returns the shortened segments of up to 6 of this rank's rollouts.
+
+    A segment is one sequence of the policy's forward pass: a prompt with its completion, or turns
+    of an episode in one context. With `has_siblings` the rollouts are three completions of each of
+    two prompts."""
     num_groups, num_completions = (2, 3) if has_siblings else (_NUM_SEQUENCES, None)
     pairs = [
         (completion_contexts(group.prompt.token_ids, completion), completion.episode)

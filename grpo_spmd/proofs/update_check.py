@@ -65,8 +65,8 @@ _NUM_ROWS = 4
 
 
 class UpdateCheck(UpdateObserver):
-    """Checks a step before its update; as an UpdateObserver it checks the update's optimizer
-    steps."""
+    """The check of a run's updates. `run_if_due` checks a step before its update; as an
+    UpdateObserver the object then checks the update's optimizer steps."""
 
     def __init__(
         self,
@@ -79,6 +79,8 @@ class UpdateCheck(UpdateObserver):
         tokenizer: Any,
         signals: SignalProofs,
     ) -> None:
+        """`reference` returns the reference model's logprobs of a micro-batch; None: the run has
+        none. `signals` has the checks of teachers and critic."""
         self._settings = settings
         self._session = session
         self._policy = policy
@@ -168,7 +170,7 @@ class UpdateCheck(UpdateObserver):
 
     @property
     def _is_frozen(self) -> bool:
-        """True in the steps in which only a critic learns."""
+        """True in the first steps (critic.warmup_steps), in which only a critic learns."""
         return 0 < self._step <= self._settings.warmup_steps
 
     @property
@@ -205,8 +207,8 @@ class UpdateCheck(UpdateObserver):
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Returns a context manager. Adds the seconds within it to those of the check, if the
-        optimizer is followed."""
+        """Returns a context manager that adds its seconds to the check's time of this step, if
+        optimizer steps are being followed."""
         is_followed = self._adamw.window > 0
         start = time.perf_counter()
         yield
@@ -244,7 +246,8 @@ class UpdateCheck(UpdateObserver):
 
     @torch.no_grad()
     def _check_files(self, result: CheckResult, model: Policy) -> None:
-        """Compares some rows of some tensors of the frozen weights with the model's files.
+        """Compares some rows of some tensors of the reference, whose weights never change, with the
+        files of the start model.
 
         The files are read at the first check only; later checks compare with the rows that were
         read then."""
@@ -265,8 +268,8 @@ class UpdateCheck(UpdateObserver):
 
     @torch.no_grad()
     def _check_attached(self, batch: RolloutBatch) -> CheckResult:
-        """Collective. Checks the old and reference logprobs that the first, second and last
-        micro-batch hold for the loss, by scoring them again."""
+        """Collective. Scores the first, second and last micro-batch again, and compares with the
+        old and reference logprobs that they hold for the loss."""
         result = CheckResult()
         old_by_engine = self._settings.loss.old_logprobs == "engine"
         needs_old = old_by_engine or len(batch.mini_batches) > 1
@@ -322,7 +325,10 @@ class _Shadow:
 
 
 class AdamwCheck(UpdateObserver):
-    """Follows optimizer steps, and computes the weights and moments that each should leave."""
+    """Follows optimizer steps, and computes the weights and moments that each should leave.
+
+    A "shadow" is the check's copy of this rank's rows of one small tensor, on which the check makes
+    AdamW's steps in float64."""
 
     def __init__(
         self,
@@ -332,8 +338,9 @@ class AdamwCheck(UpdateObserver):
         num_steps: int,
         counts_rows: bool = True,
     ) -> None:
-        """`num_steps` is the number of optimizer steps of the whole run, for the schedule.
-        `counts_rows` as in Policy."""
+        """`num_steps` is the number of optimizer steps of the whole run, on which the learning rate
+        depends. `counts_rows` is that of Policy: False on a rank whose micro-batches another rank
+        counts."""
         self._policy = policy
         self._updater = updater
         self._config = config
@@ -362,8 +369,8 @@ class AdamwCheck(UpdateObserver):
         self._clip_factor = 1.0
 
     def open(self, window: int) -> CheckResult:
-        """Starts to follow the optimizer over its next `window` steps: copies weights and moments,
-        of which the latter are 0 in a fresh optimizer. Returns what is wrong with its settings."""
+        """Starts to follow the optimizer over its next `window` steps, from copies of the weights
+        and moments. Returns what is wrong with the optimizer's settings and its count of steps."""
         self.window = window
         self._result = CheckResult()
         self._shadows = []
@@ -485,8 +492,8 @@ class AdamwCheck(UpdateObserver):
             shadow.moments = moments
 
     def _compare_codes(self, shadow: _Shadow, key: str) -> None:
-        """Compares the 8-bit codes and scales of a moment with those that the shadow's moment
-        should have."""
+        """Compares the trainer's 8-bit codes and scales of a moment with those that follow from the
+        shadow's moment. `key` is the moment's name, such as "exp_avg"."""
         state = self._updater.optimizer.state[shadow.parameter]
         codes = _to_host(state[key])
         scales = _to_host(state[f"{key}_scale"])
@@ -517,8 +524,9 @@ class AdamwCheck(UpdateObserver):
             )
 
     def _check_size(self, subject: str, error: float, size: float, bound: float) -> None:
-        """Records `error` relative to `size`, that of what is compared, and compares it with
-        `bound`."""
+        """Records `error` divided by `size`, and adds an error if the quotient is above `bound`.
+
+        `error` is the norm of a difference, `size` the norm of what it is a difference of."""
         relative = error / size if size else float(error > 0)
         self._result.check_difference(f"{subject}, relative to its size,", "AdamW", relative, bound)
 
@@ -547,7 +555,7 @@ class AdamwCheck(UpdateObserver):
 def _learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
     """Returns the learning rate of an optimizer step, counted from 1."""
     warmup = config.warmup_steps
-    # It rises to `lr` by equal steps, then falls to `min_lr` over the rest of the run.
+    # The rate rises to `lr` by equal steps, then falls to `min_lr` over the rest of the run.
     if step <= warmup:
         return config.lr * step / warmup
     angle = math.pi / 2 * (step - 1 - warmup) / max(1, num_steps - warmup)

@@ -86,8 +86,10 @@ class _Estimate:
 
 
 class Critic(Learner):
-    """A critic that is a model of its own. It computes the tokens' advantages before the policy's
-    update, and is trained on the same rollouts after it."""
+    """A critic that is a model of its own.
+
+    It computes the tokens' advantages before the policy's update (`attach`), and is trained on the
+    same rollouts after it (`update`). Every rank makes the same calls."""
 
     def __init__(self, model: ValueModel | PolicyValues, config: Config) -> None:
         """Builds the critic's optimizer."""
@@ -132,8 +134,7 @@ class Critic(Learner):
         return None
 
     def check(self, settings: UpdateCheckSettings) -> CriticCheck:
-        """Returns the running check of this critic, and makes it observe the critic's updates from
-        now on."""
+        """Returns the running check of this critic, which from now on observes its updates."""
         updates = CriticUpdateCheck(self, self._config, settings)
         self._observer = updates
         return CriticCheck(self.model, self._config, settings, updates)
@@ -150,7 +151,8 @@ class Critic(Learner):
 
         Before the call, `advantages` of a micro-batch holds rewards, each at the token for which it
         was given; the call replaces them. The returned decision has each rollout's advantage, which
-        is the mean over its tokens, and the critic's metrics.
+        is the mean over its tokens, and the critic's metrics. `stop_check` is called before each
+        forward pass, and may end the step by raising. The last arguments are not used.
         """
         rows = batch.micro_batches
         try:
@@ -171,7 +173,7 @@ class Critic(Learner):
         return decision
 
     def _estimate(self, row: MicroBatch) -> _Estimate:
-        """Returns the advantages and returns of a row from its values and rewards."""
+        """Returns the advantages and returns of a row's tokens by GAE, from values and rewards."""
         config = self._config
         # `attach` replaces the rewards in this field by advantages later.
         rewards = row.advantages.double()
@@ -211,7 +213,9 @@ class Critic(Learner):
         scaled in the same way, and metrics."""
 
         def whiten(by_rank: list[Any]) -> list[Any]:
-            """Returns [mean, factor, rollouts' advantages, metrics] from what all ranks sent."""
+            """Returns [mean, factor, rollouts' advantages, metrics]. Runs on rank 0.
+
+            `by_rank` has for each rank its (sums as in _Estimate, [(rollout id, mean)])."""
             totals = [sum(column) for column in zip(*(sums for sums, _ in by_rank), strict=True)]
             count, a, a_squares, v, _, r, r_squares, error, error_squares = totals
             mean, factor = whitening(count, a, a_squares) if self._whitens else (0.0, 1.0)
@@ -328,8 +332,9 @@ class Critic(Learner):
         return grad_norm
 
     def end_step(self, is_made: bool) -> Reductions:
-        """Makes the optimizer step, or with `is_made` False drops the gradient. Returns the metrics
-        of the mini-batch, {} if it was skipped."""
+        """Makes the optimizer step, or with `is_made` False drops the gradient.
+
+        Returns the metrics of the mini-batch since its first `loss_term`, {} without a step."""
         learning_rate = self.finish_step(is_made)
         self._observer.after_step(is_made)
         metrics = {name: reduction.on_host() for name, reduction in self._metrics.items()}
@@ -364,14 +369,18 @@ class PolicyCritic(Critic):
     model: PolicyValues
 
     def __init__(self, model: PolicyValues, config: Config) -> None:
+        """Builds the optimizer of the head alone."""
         super().__init__(model, config)
-        # Metrics of the head's optimizer steps that the policy's update made in this step.
+        # The metrics of each optimizer step of the head within the policy's update of this step; {}
+        # for a skipped one.
         self._steps: list[Reductions] = []
 
     @property
     def offloadable_models(self) -> list[OffloadableModel]:
-        """The head, with its optimizer. It is not `self.model`, because the policy's update calls
-        the head alone, and offloading guards the forward pass of the module that it is given."""
+        """The head with its optimizer.
+
+        This is not `self.model`: the policy's update calls the head alone, and offloading guards
+        the forward pass of the module that it is given."""
         return [(self.model.head, self.optimizer)]
 
     @property
@@ -394,8 +403,10 @@ class PolicyCritic(Critic):
         return super().attach(batch, decision, stop_check)
 
     def term(self, hidden: Tensor, head: Tensor) -> Tensor:
-        """Collective. Returns the values [C] of the policy's hidden states [C, D], within the
-        policy's forward pass (see ValueHead.term)."""
+        """Collective. Returns the values [C] of the policy's hidden states [C, D].
+
+        The policy calls it within its forward pass; `head` is the weight of its lm_head (see
+        ValueHead.term)."""
         return self.model.term(hidden, head)
 
     def end_mini_batch(self, is_made: bool) -> None:
@@ -541,6 +552,7 @@ class CriticCheck:
             return torch.cat(pieces or [values[0]])
 
         def measure_noise() -> float:
+            """Returns how much the model's dtype rounds the values, relative to their size."""
             model = self._model
             with use_float32(model.policy if isinstance(model, PolicyValues) else model):
                 return relative_size(plain_pass() - expected, expected)
@@ -605,7 +617,8 @@ class CriticCheck:
 
 
 def _cut(context: RowContext) -> RowContext:
-    """Returns the context without the tokens that are not compared."""
+    """Returns the context up to the last token that is compared, _NUM_TOKENS from the first sampled
+    token on."""
     end = int(context.sampled_at[0]) - 1 + _NUM_TOKENS
     is_compared = context.sampled_at <= end
     return dataclasses.replace(
@@ -644,8 +657,8 @@ def _check_tokens(result: CheckResult, text: str, attached: Numbers, expected: N
 def _place_rewards(completion: Completion, reward: float, by_turn: bool) -> _TokenRewards:
     """Returns the rewards of a rollout's tokens. An unknown `reward` (NaN) counts as 0.
 
-    The whole reward is given at the last token. With `by_turn` each turn's own reward is given at
-    the turn's last token, and the rest of the rollout's reward at the last token of the rollout."""
+    The whole reward is given at the last token. With `by_turn` (environment.discount) each turn's
+    own reward is given at the turn's last token, and the rest at the rollout's last token."""
     num_tokens = len(completion.token_ids)
     rewards: dict[int, float] = {}
     position = -1

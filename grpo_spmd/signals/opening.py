@@ -48,8 +48,9 @@ def open_rewards(
     preemption: Preemption,
     environments: Environments | None,
 ) -> tuple[RewardPool, Scorers]:
-    """Returns the pool of reward functions and servers, and the scorers of all rewards except the
-    engine's judges and reward models (see open_reward_models).
+    """Returns the pool of reward functions and servers, and the scorers of the run's rewards.
+
+    Judges that the engine serves and reward models are not among them (see open_reward_models).
 
     Raises ConfigError if rewards are needed, and neither config nor environment gives one.
     """
@@ -87,7 +88,7 @@ def open_reward_models(
     preemption: Preemption,
 ) -> Scorers:
     """Collective. Builds the reward models and the judges that the run's own engine serves. Returns
-    `scorers` with these added at the end. Raises ConfigError."""
+    `scorers` with their scorers added at the end. Raises ConfigError."""
     more: list[Scorer] = []
     for index, reward in enumerate(config.rewards):
         if reward.metric_name in scorers.weights and (reward.model or reward.is_engine_judge):
@@ -128,14 +129,14 @@ def open_reward_models(
 
 @dataclass(frozen=True)
 class Signals:
-    """The critic and the teacher of a run, either of which may be absent (None).
+    """The critic and the teachers of a run, either of which may be absent (None).
 
-    Both have these members, and every call of their methods is collective. `offloadable_models` are
-    the signal's own models, each with its optimizer; they wait in host memory while the engine is
-    awake. `attach` writes the signal into the micro-batches before the first update of the step,
-    and returns the decision with the signal's metrics added on rank 0. `update` trains the signal's
-    own model on the batch after the policy's update, and returns this rank's metrics. `check`
-    returns the signal's part of the running check.
+    `teacher` stands for all teachers. Both have these members, and every call of their methods is
+    collective. `offloadable_models` are the signal's own models, each with its optimizer; they wait
+    in host memory while the engine is awake. `attach` writes the signal into the micro-batches
+    before the first update of the step, and returns the decision with the signal's metrics added on
+    rank 0. `update` trains the signal's own model on the batch after the policy's update, and
+    returns this rank's metrics. `check` returns the signal's part of the running check.
     """
 
     critic: Critic | None = None

@@ -55,8 +55,9 @@ _MIN_REST = float(np.finfo(np.float32).eps)
 
 
 class Answer(NamedTuple):
-    """A server's logprobs for n tokens, as arrays: the answers of a whole step are in memory at the
-    same time."""
+    """A server's logprobs for the n sampled tokens of a context.
+
+    They are arrays, which take little memory: the answers of a whole step are there together."""
 
     ids: npt.NDArray[np.int32]
     """[n, K] The K most probable tokens. K is 0 if only the sampled tokens were asked for."""
@@ -120,10 +121,12 @@ class ServedTeacher(Teacher):
         stop_check: StopCheck,
         sampled: SampledStep | None = None,
     ) -> Decision:
-        """Collective. Asks the servers and writes a TeacherSignal into every micro-batch. Raises
-        RewardError on all ranks if too many rollouts have no answer."""
+        """Collective. Asks the servers and writes a TeacherSignal into every micro-batch.
+
+        Returns the decision with metrics. `sampled` is only needed with teacher.prompt_template.
+        Raises RewardError on all ranks if too many rollouts have no answer."""
         requests = self.requests(decision, sampled)
-        # One request per context.
+        # There is one request for each context.
         questions = [
             _Question(row, number, context)
             for row in batch.micro_batches
@@ -284,6 +287,7 @@ class ServerCheck(TeacherCheck):
     Each request has one rollout, cut after the last compared token."""
 
     def __init__(self, teacher: ServedTeacher, settings: UpdateCheckSettings) -> None:
+        """Sets a bound of differences for servers, which nothing widens."""
         super().__init__(teacher, settings)
         self._served = teacher
         self._bound = _BOUND
@@ -303,23 +307,30 @@ class ServerCheck(TeacherCheck):
         return result
 
     def _sources(self) -> Mapping[str, Any]:
+        """Returns the clients of the servers, by the teachers' names."""
         return self._served.servers
 
     def _has_signal(self, rollout_id: int) -> bool:
+        """Returns False if a server has not answered about the rollout."""
         return rollout_id not in self._served.unanswered
 
     def _compare(
         self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
-        """Collective. As TeacherCheck._compare; with `of_noise` there are no differences."""
+        """Collective. Returns the absolute differences [n] of logprobs between the signal and a new
+        answer of the server `source`.
+
+        With `of_noise` there are none: the bound of a server's differences is not widened."""
         # The server cannot be asked for another dtype, so its rounding cannot be measured.
         if of_noise:
             return torch.zeros(0, dtype=torch.float64)
         return super()._compare(source, row, context, of_noise=False)
 
     def _logits(self, source: Any, token_ids: Tensor, predict_index: Tensor) -> Tensor | None:
-        """Returns logits [n, V] made from a server's answer, or None if there is none. Not
-        collective."""
+        """Asks a server about one sequence. Returns logits [n, V] made from its answer, or None.
+
+        The arguments are those of TeacherCheck._logits; this method is not collective. The result
+        is None if there is nothing to ask, or if the server sends no answer."""
         # This is how `_compare` calls it without a context: there is nothing to ask.
         if not predict_index.any():
             return None

@@ -69,7 +69,7 @@ TeacherScores = Tensor | WholeTeacher | TopTeacher
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """One teacher whose model runs in this process, sharded like the policy."""
+    """One teacher whose model runs in the trainer's processes, sharded like the policy."""
 
     model: Policy
     is_base: bool = False
@@ -81,7 +81,8 @@ class TeacherModel:
         """Collective. Returns `term(hidden, head)`, where `hidden` [C, D] are the teacher's hidden
         states in the row and `head` [V, D] is its lm_head.
 
-        A teacher with experts does not replay the engine's routes, since it may be another model.
+        A teacher with experts (MoE) chooses its own, and does not replay the engine's choices
+        ("routes"), since it may be another model.
         """
         row = dataclasses.replace(row, routes=None)
         with adapters_off(self.model.model) if self.is_base else nullcontext():
@@ -140,7 +141,8 @@ class Teacher:
         """Collective. Writes a TeacherSignal into every micro-batch. For each micro-batch every
         teacher makes one forward pass, over the rollouts that it has to score.
 
-        `sampled` is only needed with teacher.prompt_template, for the columns that rewards wrote.
+        `stop_check` is called before each pass, and may end the step by raising. `sampled` is only
+        needed with teacher.prompt_template, for the columns that rewards wrote.
         """
         requests = self.requests(decision, sampled)
         # The whole lm_head of a teacher is gathered once per step, not once per row.
@@ -176,7 +178,9 @@ class Teacher:
         return TeacherCheck(self, settings)
 
     def requests(self, decision: Decision, sampled: SampledStep | None) -> Requests:
-        """Collective. Returns the requests for the rollouts of all ranks."""
+        """Collective. Returns the requests for the rollouts of all ranks, by rollout id.
+
+        None: a single teacher scores all rollouts with the policy's own prompts."""
         if self._request_for is None or self._prompt_at is None:
             return None
         if self.config.prompt_template is not None:
@@ -188,8 +192,9 @@ class Teacher:
             ]
             return {i: TeacherRequest(*fields) for i, *fields in join_ranks(requests)}
         step = decision.rank0_decision
-        # Only rank 0 knows all groups' positions in the prompt stream. Every rank can look up the
-        # prompt at a position, so only the positions are sent.
+        # Only rank 0 knows all groups' positions in the prompt stream, in the order of their slots
+        # (their places in the step). Every rank can look up the prompt at a position, so only the
+        # positions are sent.
         positions = on_rank0(lambda _: [] if step is None else step.positions.tolist(), None)
         group_size = decision.num_rollouts // max(len(positions), 1)
         return {
@@ -253,8 +258,10 @@ class Teacher:
         scored: Sequence[tuple[TokenIndices | None, TeacherScores]],
         requests: Requests,
     ) -> TeacherSignal:
-        """Returns a row's signal made from `scored`: pairs of the indices of completion tokens
-        (None: all) and a teacher's scores of these tokens."""
+        """Returns a row's signal made from `scored`.
+
+        `scored` has a pair for each teacher that scored tokens of the row: the indices of these
+        among the row's completion tokens (None: all of them), and the teacher's scores of them."""
         signal = TeacherSignal(self.config.coef)
         if requests is not None and len(self.config.names) > 1:
             for name in self.config.names:
@@ -272,8 +279,9 @@ class Teacher:
 
 
 def token_mask(row: MicroBatch, by_rollout: Sequence[bool]) -> Tensor:
-    """Returns a bool mask [C] of a row's completion tokens. `by_rollout` has one value for each of
-    `row.rollout_ids`, which all tokens of the rollout get."""
+    """Returns a bool mask [C] of a row's C completion tokens: each token has its rollout's value.
+
+    `by_rollout` has one value for each of `row.rollout_ids`."""
     # A row without rollouts has one token, a placeholder that nobody sampled.
     index = row.sequence_index
     return copy_to_device(torch.tensor([*by_rollout] or [False]), index.device)[index]
@@ -295,8 +303,8 @@ def teacher_contexts(row: MicroBatch, requests: Requests, name: str) -> list[Row
 
 
 def _with_prompt(context: RowContext, prompt_ids: list[int] | None) -> RowContext:
-    """Returns a context of `prompt_ids` and then the sampled tokens of `context`; unchanged if
-    `prompt_ids` is None."""
+    """Returns a context that has `prompt_ids` and then the sampled tokens of `context`; if
+    `prompt_ids` is None, `context` itself."""
     if prompt_ids is None:
         return context
     completion_ids = context.token_ids[context.sampled_at]
@@ -396,7 +404,9 @@ def make_request_for(config: Config, tokenizer: Any) -> RequestFor | None:
     prompts = None if data is None else build_prompts(read_rows(data), tokenizer, data, 1)
 
     def request_for(prompt: Prompt, written: Fields) -> TeacherRequest:
-        """Returns the prompt's request. `written` has the columns that rewards wrote."""
+        """Returns the request for one completion of `prompt`.
+
+        `written` has the columns that rewards wrote about the completion."""
         name = "" if has_one else str(prompt.columns["teacher"])
         token_ids = None if prompts is None else prompts[prompt.row].token_ids
         filled = None if template is None else fill_prompt(template, prompt, written)
@@ -444,9 +454,10 @@ _PLACEHOLDER = RowContext(-1, np.zeros(2, np.int64), np.ones(1, np.int64), np.ze
 
 
 class TeacherCheck:
-    """Compares the teachers' signal in the micro-batches with plain forward passes."""
+    """The running check of the teachers' signal: micro-batches against plain forward passes."""
 
     def __init__(self, teacher: Teacher, settings: UpdateCheckSettings) -> None:
+        """Sets the bound of differences in nats, which large logits may widen in a check."""
         self._teacher = teacher
         self._temperature = settings.rollout.temperature
         self._bound = settings.score_bound
@@ -524,8 +535,10 @@ class TeacherCheck:
         return True
 
     def _choose(self, contexts: Iterable[RowContext]) -> list[RowContext]:
-        """Returns the contexts to compare: at most _NUM_ROLLOUTS, of different lengths."""
-        # Sorted by the number of tokens before the first sampled one.
+        """Returns the contexts to compare: at most _NUM_ROLLOUTS, spread over short and long ones.
+
+        `contexts` has one context of each rollout that a teacher scores."""
+        # These are sorted by the number of tokens before the first sampled one.
         candidates = sorted(
             (c for c in contexts if c.sampled_at[0] < _TOO_LONG and self._has_signal(c.rollout_id)),
             key=lambda context: int(context.sampled_at[0]),
@@ -568,11 +581,11 @@ class TeacherCheck:
     def _compare(
         self, source: Any, row: MicroBatch, context: RowContext, *, of_noise: bool
     ) -> Tensor:
-        """Collective. Returns the absolute differences [n], in nats, at some tokens of a context.
+        """Collective. Returns the absolute differences [n] of logprobs at some tokens of a context.
 
-        The signal is compared with a plain pass of the teacher, or with `of_noise` a plain pass in
-        the model's dtype with one in float32."""
-        # The context up to the last token that is compared.
+        The row's signal is compared with a plain pass of the teacher `source`. With `of_noise` a
+        plain pass in the model's dtype is compared with one in float32 instead."""
+        # The pass is over the context up to the last token that is compared.
         is_near = context.sampled_at <= max(context.sampled_at[0], _LONG - 1)
         sampled_at = context.sampled_at[is_near][:_NUM_TOKENS]
         new = row.input_ids.new_tensor
@@ -653,5 +666,5 @@ def _differences(signal: TeacherSignal, logits: Tensor, tokens: Tensor, targets:
 
 
 def _digest(request: TeacherRequest) -> int:
-    """Returns a checksum of a request: ranks exchange checksums instead of whole prompts."""
+    """Returns a checksum of a request; ranks exchange it instead of the whole prompt."""
     return zlib.crc32(repr((request.teacher, request.prompt_ids)).encode())

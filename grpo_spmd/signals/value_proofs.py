@@ -74,7 +74,7 @@ MAX_VALUE_BOUND = 0.5
 
 
 def relative_size(differences: Tensor, values: Tensor) -> float:
-    """Returns the mean of |differences| over the mean of |values|."""
+    """Returns the mean of |differences| divided by the mean of |values|."""
     return float(differences.abs().mean() / (values.abs().mean() + 1e-6))
 
 
@@ -104,6 +104,7 @@ class SyntheticTargets:
     """Makes value targets for synthetic rows, and computes their value loss by its formula."""
 
     def __init__(self, clip: float | None, coef: float) -> None:
+        """`clip` is critic.clip_value (None: no clipping), `coef` the weight of the value loss."""
         self._clip = clip
         self._coef = coef
         # (values, old values, returns), float64, of each row that holds a rollout.
@@ -199,6 +200,7 @@ class ValueTargets(SyntheticTargets):
 
         @torch.no_grad()
         def measure_noise() -> float:
+            """Returns how much the model's dtype rounds the values, relative to their size."""
             model = self._critic.model
             with use_float32(model.policy):
                 exact = _plain_values(model, rollouts, states.device)
@@ -242,6 +244,8 @@ class CriticUpdateCheck(AdamwCheck):
     UpdateObserver it then recomputes the critic's next optimizer steps."""
 
     def __init__(self, critic: Critic, config: CriticConfig, settings: UpdateCheckSettings) -> None:
+        """Makes the settings of the critic's AdamW, which are the policy's but for learning
+        rates."""
         self._critic = critic
         self._clip = config.clip_value
         self._gradient_bound = _GRADIENT_BOUNDS[settings.dtype] * settings.bound_factor
@@ -320,6 +324,8 @@ class CriticUpdateCheck(AdamwCheck):
                 critic.drop_gradient()
 
                 def measure_noise() -> float:
+                    """Returns how much the model's dtype rounds the gradient, relative to its
+                    norm: the difference of two plain ones, one of them in float32."""
                     plain_pass(1.0)
                     with use_float32(model):
                         plain_pass(-1.0)
@@ -352,7 +358,8 @@ class CriticUpdateCheck(AdamwCheck):
 
 
 def _gradient_norm(model: nn.Module) -> float:
-    """Collective. Returns the norm of the gradient over all ranks."""
+    """Collective. Returns the norm of the model's whole gradient, and never exactly 0, since it is
+    divided by."""
     squares = sum_over_ranks([sum(gradient_squares(model).values())])
     return math.sqrt(squares[0]) + 1e-30
 
