@@ -121,6 +121,7 @@ def entry_name(kind: str, inputs: Any) -> str:
 
 
 def _hex_digest(content: bytes, length: int) -> str:
+    """Returns the first `length` hex digits of the SHA-256 of `content`."""
     return hashlib.sha256(content).hexdigest()[:length]
 
 
@@ -188,10 +189,10 @@ def _find(folders: list[Path], name: str) -> Entry | None:
 def _make_on_disk(
     folders: list[Path], name: str, num_bytes: int, make: Make, error_name: str, failures: list[str]
 ) -> Entry | None:
-    """Makes an entry in the first folder where that is possible. Returns None if there is none.
+    """Makes an entry in the first folder where that is possible, and returns it.
 
-    Reasons against a folder are added to `failures`. A ConfigError of `make` is stored under
-    `error_name` for the processes that wait, and raised.
+    Returns None if no folder can take it; the reasons are added to `failures`. A ConfigError of
+    `make` is stored under `error_name` for the processes that wait, and raised.
     """
     for folder in folders:
         free_bytes = shutil.disk_usage(folder).free
@@ -220,12 +221,14 @@ def _make_on_disk(
 
 
 def _make_in_memory(make: Make) -> Entry:
+    """Returns an entry that this process makes for itself alone, in its own memory."""
     file = io.BytesIO()
     _write_entry(file, make)
     return Entry(file.getbuffer())
 
 
 def _write_entry(file: BinaryIO, make: Make) -> None:
+    """Lets `make` compute a result, and writes it to `file` as an entry."""
     writer = EntryWriter(file)
     make(writer)
     writer.finish()
@@ -300,6 +303,7 @@ def write_note(folder: Path, name: str, state: os.stat_result, text: str) -> Non
 
 
 def _replace_text(folder: Path, name: str, text: str) -> None:
+    """Creates or replaces a text file, as `_replace_file` does."""
     _replace_file(folder, name, lambda file: file.write(text.encode()))
 
 
@@ -391,6 +395,7 @@ def _wait_for_lock(lock: BinaryIO, name: str) -> None:
             return
         except BlockingIOError:
             time.sleep(0.05)
+        # Of the node's ranks only the first two log: while one makes the entry, the other waits.
         if time.monotonic() > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
             next_note += _NOTE_WAIT_S
             say(f"data: waiting for another process of this node, which makes {name}")

@@ -78,6 +78,7 @@ def ask(url: str) -> HubAnswer:
     token = _token()
 
     def request() -> HubAnswer:
+        """Sends the request and returns the hub's answer. Runs in a thread."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         head = urllib.request.Request(url, headers=headers, method="HEAD")
         try:

@@ -123,6 +123,7 @@ class TailStream:
             "rollout/tail_dropped_tokens_frac": 0.0,
         }
         epoch, offset = divmod(self.position, self._num_rows)
+        # True if a prompt of an earlier epoch still waits.
         has_old = bool(self._waiting) and self._waiting[0] // self._num_rows < epoch
         num_left_in_epoch = self._num_rows - offset
         fits = num_prompts < self._num_launched <= num_left_in_epoch

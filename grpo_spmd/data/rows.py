@@ -125,6 +125,7 @@ class CachedRows(Sequence[PromptRow]):
         return self._decode(indices)
 
     def __iter__(self) -> Iterator[PromptRow]:
+        """Yields all rows in order. Many are decoded at a time, which is faster."""
         for start in range(0, len(self), _NUM_DECODED_ROWS):
             yield from self[start : start + _NUM_DECODED_ROWS]
 
@@ -192,6 +193,7 @@ def _write_rows(
     writer.facts["is_json"] = True
 
     def write() -> Iterator[PromptRow]:
+        """Yields the rows as it reads them, and adds each one's line to the entry."""
         for number, record, line in source.read():
             yield make_row(record, f"{source.prefix}{number}")
             if line is None:
@@ -203,6 +205,7 @@ def _write_rows(
             bounds.append(bounds[-1] + len(line))
             numbers.append(number)
 
+    # overview_of reads `write()` to its end, which writes the rows to the entry.
     overview = overview_of(write())
     writer.arrays.update(bounds=bounds, numbers=numbers, sizes=overview.sizes)
     writer.facts.update(
@@ -259,6 +262,7 @@ def cached_result(
         return compute()
 
     def make(writer: EntryWriter) -> None:
+        """Computes the result and stores it in a new entry of the cache."""
         writer.facts["said"] = compute()
 
     entry = load_or_make(kind, [rows.inputs, inputs], rows.num_bytes, make, rows.prefix)
@@ -293,6 +297,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
     """
 
     def column(name: str, key: str) -> Any:
+        """Returns the record's value of a column, which the config key `key` names."""
         if name not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{location}: no column {name!r} ({key}); the columns are {columns}")
@@ -303,6 +308,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
         return column(config.prompt_key, "data.prompt_key")
 
     def text(name: str) -> str:
+        """Returns the record's value of a column as text, to be inserted into the template."""
         value = column(name, "data.prompt_template")
         if value is None:
             raise ConfigError(f"{location}: the column {name!r} (data.prompt_template) is null")
@@ -315,6 +321,7 @@ def fill_columns(template: str, text_of: Callable[[str], str]) -> str:
     """Returns a template in which each column name in braces is replaced by `text_of(name)`."""
 
     def fill(match: re.Match[str]) -> str:
+        """Returns what replaces a match of _COLUMN: itself after a LaTeX command, else the text."""
         return match[0] if match[1] is not None else text_of(match[2])
 
     return _COLUMN.sub(fill, template)
@@ -341,6 +348,8 @@ def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Message
 
 
 def _is_message(value: Any) -> bool:
+    """Returns True for a chat message: a dict with a role, and with a content that may be None."""
+    # The default 0 has none of the allowed types, so that a message without content is refused.
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)
@@ -381,6 +390,7 @@ def _find_file(path: Path, key: str) -> Source:
         raise _read_error(path, key, error) from None
 
     def read() -> Iterator[SourceRow]:
+        """Yields the file's rows. Raises ConfigError if it cannot be read, or was changed."""
         try:
             yield from _read_jsonl(path) if is_jsonl else _read_parquet(path, key)
             if is_file and stamp(path.stat()) != stamp(state):
@@ -394,6 +404,7 @@ def _find_file(path: Path, key: str) -> Source:
 
 
 def _read_error(path: Path, key: str, error: OSError) -> ConfigError:
+    """Returns the error for a path that cannot be read; `key` is the config key that names it."""
     reason = error.strerror or error
     return ConfigError(f"{key}: cannot read {path}: {reason}{path_remark(path)}")
 
@@ -515,6 +526,7 @@ def _find_hub(source: str, key: str) -> Source:
         inputs = [source, versions_of("datasets"), digests, features, len(dataset)]
 
     def read() -> Iterator[SourceRow]:
+        """Yields the rows of the data set."""
         for number, record in enumerate(dataset):
             yield SourceRow(number, dict(record), None)
 

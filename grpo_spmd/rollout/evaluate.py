@@ -168,13 +168,17 @@ class Evaluator:
         return groups[engine.tp_rank :: engine.tp_size] if self.environments is None else groups
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
-        """Returns the prompt of a conversation, and the function for the seeds of its turns."""
+        """Returns the prompt of a conversation, and the function for the seeds of its turns.
+
+        A conversation is (slot, 0), as each completion of an evaluation is a job of its own.
+        """
         slot = conversation[0]
         name, _, sample = self._samples[slot]
         prompt = self._prompt(slot)
         return prompt, partial(rollout_seed, self.seed, f"eval/{name}", prompt.row, sample)
 
     def _prompt(self, slot: int) -> Prompt:
+        """Returns the prompt of a slot, the index of a completion among those of all sets."""
         name, index, _ = self._samples[slot]
         # The prompts may lie in a file, so only one is read.
         return self.held_out[name][index]
@@ -291,6 +295,7 @@ def summarise(outcomes: Sequence[Outcome], num_samples: int) -> Metrics:
     metrics: Metrics = {"mean": mean(rewards) if rewards else None}
     for k in ks:
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, n, k) for n in nums_correct])
+    # By prompt: the fraction of correct completions among those with the most common answer.
     votes = [majority([o.answer for o in p], [o.correct for o in p]) for p in prompts]
     return metrics | {
         f"maj_at_{num_samples}": mean(votes),

@@ -60,10 +60,14 @@ Key = tuple[int, int]
 
 
 class ModelReward:
-    """One reward model of the run. Its parameters are in host memory except while it scores."""
+    """One reward model of the run: a sequence classifier that scores the ranks' completions.
+
+    Its parameters are in host memory except while it scores.
+    """
 
     def __init__(self, name: str, model: RewardModel, texts: RewardTexts, max_tokens: int) -> None:
-        """`max_tokens` is the most tokens of a packed row."""
+        """`texts` encodes rollouts for the model; `max_tokens` is the most tokens of a packed
+        row."""
         self.name = name
         self._model = model
         self._texts = texts
@@ -76,8 +80,9 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        If `check` is given, it computes scores again in a plain way, and every rank raises
-        Rank0Error if a score differs on any rank.
+        A completion that is too long for the model gets no score (its reward is None), one that
+        cannot be encoded gets NaN. If `check` is given, it computes scores again in a plain way,
+        and every rank raises Rank0Error if a score differs on any rank.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(self.name, len(completions))
@@ -118,6 +123,10 @@ class ModelReward:
 
     @torch.no_grad()
     def _score_row(self, texts: list[list[int]]) -> Tensor:
+        """Returns the scores of texts (token ids) that are packed into one row, in float32 [S].
+
+        Called by `score_over_ranks`. An empty row gives one value, which the caller leaves out.
+        """
         scores: Tensor = self._model(self._model.row_of(texts))
         return scores
 
@@ -190,8 +199,8 @@ def score_over_ranks(
 ) -> list[float]:
     """Collective. Returns the score of each of this rank's `texts` (perhaps none).
 
-    `keys` identify the texts over all ranks. `score` takes the texts of a row, of at most
-    `max_tokens` tokens together and sorted by length, and returns their scores [S]. It is called
+    `keys` identify the texts over all ranks. `score` takes the S texts of a row, of at most
+    `max_tokens` tokens together and the longest first, and returns their scores [S]. It is called
     equally often on all ranks, so a row may be empty.
     """
     rank = dist.get_rank()
@@ -218,10 +227,11 @@ def score_over_ranks(
 def rows_of_ranks(
     reports: Sequence[tuple[Sequence[Any], list[int]]], max_tokens: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Returns for each rank its rows: the texts that go through the model together.
+    """Returns for each rank its rows; a row has the texts of one forward pass.
 
-    A text is (rank that has it, its index there). The longest text of a row comes first. `reports`
-    has the keys and the lengths of each rank's texts.
+    A text is given as (rank that has it, its index there). The longest text of a row comes first.
+    `reports` has, for each rank, the keys and the lengths in tokens of its texts. Every rank
+    computes the same result.
     """
     # Sorted by key, so that the order does not depend on which rank has which text.
     entries = sorted(
@@ -264,6 +274,7 @@ class RewardTexts:
             self.tokenizer = load_tokenizer(str(files.folder))
             self._plain = PlainText(self.tokenizer)
         self._files = files
+        # True if each token of the policy has the same id in the reward model's vocabulary.
         self._shares_ids = (
             policy_tokenizer.get_vocab().items() <= self.tokenizer.get_vocab().items()
         )
@@ -315,9 +326,10 @@ class RewardTexts:
             raise TextError(f"cannot be shown to it: {error}") from None
 
     def _encode_text(self, prompt: str, completion: str) -> list[int]:
-        """Returns the tokens of plain text, including those that the tokenizer adds at both ends.
+        """Returns the tokens of a plain prompt and its completion, with the tokens that the
+        tokenizer adds at both ends (BOS, EOS).
 
-        The completion is data, the prompt is not.
+        Only the completion is data, in which no text may become a special token.
         """
         text = prompt + completion
         framed = self.tokenizer(text, return_special_tokens_mask=True)
@@ -326,6 +338,7 @@ class RewardTexts:
             text_ids = self._plain.encode(text, [(len(prompt), len(text))])
         except TemplateError as error:
             raise TextError(f"cannot be shown to it: {error}") from None
+        # The numbers of tokens that the tokenizer has added: before `begin`, and from `end` on.
         is_added = framed["special_tokens_mask"]
         begin = is_added.index(0) if 0 in is_added else len(ids)
         end = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
@@ -336,7 +349,10 @@ class RewardTexts:
 
 
 class EngineJudge:
-    """One judge. It encodes prompts as tokens of the policy, and reads the scores in replies."""
+    """One judge: the policy in the run's engine, which reads a rubric and replies with a score.
+
+    This class encodes the judge's prompts as tokens of the policy, and reads the scores in replies.
+    """
 
     def __init__(
         self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
@@ -483,6 +499,7 @@ class EngineJudges:
             prompt_ids = all_prompts[jobs[job][number]]
             return Request(
                 prompt_ids,
+                # None, since greedy decoding draws no random numbers.
                 seed=None,
                 temperature=0.0,
                 max_tokens=max_tokens,
