@@ -115,6 +115,7 @@ class _Connection(web.RequestHandler):
         self.deadline = loop.call_later(endpoint.request_s, self._refuse, error)
 
     def connection_made(self, transport: Any) -> None:
+        """Admits the client, or refuses it if there are too many; asyncio calls it."""
         super().connection_made(transport)
         # With this limit a write is done only when its data has left this process, so that slow
         # readers are detected.
@@ -123,6 +124,7 @@ class _Connection(web.RequestHandler):
             self._refuse(_BUSY)
 
     def connection_lost(self, error: BaseException | None) -> None:
+        """Forgets the connection; asyncio calls it."""
         self.deadline.cancel()
         self._endpoint.connections.pop(self, None)
         super().connection_lost(error)
@@ -265,6 +267,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return seconds if start is None else seconds + time.monotonic() - start
 
     def _call_in_thread(self, function: Callable[..., object], *args: Any) -> None:
+        """Has the server's thread call `function(*args)`, without waiting for it."""
         # RuntimeError: the loop is closed, and with it all connections.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
@@ -284,6 +287,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 keepalive_timeout=_IDLE_S,
                 access_log=None,
                 auto_decompress=False,
+                # How long aiohttp reads on after an answer to a request whose body was not read.
                 lingering_time=self.request_s,
                 max_line_size=_MAX_HEADER_BYTES,
                 max_field_size=_MAX_HEADER_BYTES,
@@ -293,7 +297,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
         await self._is_stopping.wait()
         listener.close()
-        # One pass of the event loop, so that connections that were just accepted are in the list.
+        # One pass of the event loop, so that `server.connections` has those just accepted, too.
         await asyncio.sleep(0)
         for connection in server.connections:
             _abort(connection)
@@ -449,15 +453,18 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
 
 def _abort(connection: web.RequestHandler | web.BaseRequest) -> None:
+    """Closes a connection at once, without sending what is still to be sent."""
     if connection.transport is not None:
         connection.transport.abort()
 
 
 def _json_response(body: bytes, status: int = 200) -> web.Response:
+    """Returns a response with a JSON body."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _error_response(error: ApiError, *, closes: bool) -> web.Response:
+    """Returns the response for an error; if `closes`, the connection is closed after it."""
     response = _json_response(error_body(error), error.status)
     if closes:
         response.force_close()
@@ -466,6 +473,7 @@ def _error_response(error: ApiError, *, closes: bool) -> web.Response:
 
 
 def _too_slow(request_s: float) -> ApiError:
+    """Returns the error for a request that has not arrived within `request_s` seconds."""
     return ApiError(408, "too_slow", f"the request did not arrive within {request_s:g} s")
 
 
@@ -479,10 +487,12 @@ def _tell_to_wait(request: web.BaseRequest) -> None:
 
 
 def _refuse_waiting(session: _Session) -> None:
+    """Answers a session's waiting requests with the error that the session has ended."""
     for call in session.waiting:
         _set_reply(call, _SESSION_ENDED)
 
 
 def _set_reply(call: Call, reply: web.Response | ApiError) -> None:
+    """Gives a call its answer unless it is over. Runs in the server's thread."""
     if not call.reply.done():
         call.reply.set_result(reply)

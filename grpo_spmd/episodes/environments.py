@@ -106,15 +106,16 @@ class Episodes:
     discount: float | None
     """The discount per turn in the reward of a gym episode; None means a plain sum."""
     finished: OnCompletion | None = None
-    """Called with each completion as soon as its episode is finished."""
+    """Called as finished(job, number, completion) as soon as an episode is finished."""
     completions: dict[ConversationId, Completion] = field(default_factory=dict)
     running: dict[ConversationId, RunningEpisode] = field(default_factory=dict)
     requests: Requests = field(default_factory=list)
     """The requests that `ready` has not returned yet."""
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Begins a new episode, or takes the turn that a running one has finished.
+        """Begins an episode, or gives the turn that was just sampled to its running episode.
 
+        The engine calls it. `turns` are the conversation's completions so far; the last is new.
         Always returns LATER, as all ranks of an engine must return the same: only the first rank
         will know the next request, and gives it to the engine in `ready`.
         """
@@ -141,7 +142,7 @@ class Episodes:
         return requests
 
     def close(self) -> None:
-        """Ends the episodes that still run, because the generation was stopped."""
+        """Ends the episodes that still run because the generation was stopped."""
         for conversation in self.running:
             self.pool.drop(conversation)
         self.running.clear()
@@ -299,12 +300,14 @@ class AgentEpisodes(Episodes):
         return requests
 
     def close(self) -> None:
+        """Closes the sessions at the endpoint and ends the episodes that still run."""
         for conversation in self.sessions:
             self.endpoint.close(conversation)
         self.sessions.clear()
         super().close()
 
     def _begin(self, episode: RunningEpisode) -> None:
+        """Opens a session at the endpoint, and starts the agent's code with access to it."""
         self.sessions[episode.conversation] = _Session(ConversationTree(self.chat, self.limits))
         access = self.endpoint.open(episode.conversation)
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
@@ -411,6 +414,7 @@ def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
 
 
 def _blocks(content: Any) -> list[Any]:
+    """Returns a message's content as a list of blocks; text becomes a single block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 

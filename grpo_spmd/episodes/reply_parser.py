@@ -165,6 +165,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
+    """Returns an entry of a response template (one text, a list of texts, or None) as a list."""
     return [value] if isinstance(value, str) else value or []
 
 

@@ -347,10 +347,12 @@ def _passages(corpus: Path) -> Iterator[tuple[str, str]]:
 
 
 def _valid_unicode(text: str) -> str:
+    """Returns a text with "?" in the place of single surrogates, which sqlite cannot store."""
     return text.encode(errors="replace").decode()
 
 
 def _shorten(text: str) -> str:
+    """Returns the first _PASSAGE_CHARS characters of a text, with a note of how many were cut."""
     num_cut = len(text) - _PASSAGE_CHARS
     if num_cut <= 0:
         return text

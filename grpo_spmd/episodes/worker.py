@@ -69,6 +69,8 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
     facts = {"kind": driver.kind, "weights": weights, "tools": driver.schemas}
 
     def make_answer(worker: Worker) -> Answer:
+        """Returns the function with which a forked worker answers the pool's calls."""
+        # With tools, the driver tells the pool which tool it calls, for reports of hanging calls.
         reporting: Driver = driver
         if isinstance(driver, TrlDriver):
             reporting = replace(driver, report_tool=lambda name: worker.say({"tool": name}))

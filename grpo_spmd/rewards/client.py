@@ -154,6 +154,7 @@ class JsonClient:
         from aiohttp.http_exceptions import HttpProcessingError
 
         def ask() -> Any:
+            """Makes the request in an event loop of its own."""
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
 
         try:
@@ -301,6 +302,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class _ModelList(msgspec.Struct):
+    """The part that is used of a server's answer to GET /models."""
+
     data: list[ServedModel]
 
 
@@ -366,11 +369,16 @@ _Tokens = dict[Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")], 
 
 
 class _Choice(msgspec.Struct):
+    """One choice of an answer. Each list has one entry for each token of the prompt."""
+
+    # None at the first token, which has no logprob.
     prompt_logprobs: list[_Tokens | None]
     prompt_token_ids: list[int] | None = None
 
 
 class _Answer(msgspec.Struct):
+    """The parts that are used of an answer to a request for prompt logprobs."""
+
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     model: str | None = None
 
@@ -399,8 +407,9 @@ def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[P
 def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) -> PositionLogprobs:
     """Returns the logprobs of one position.
 
-    `tokens` has the server's entries by token id. `prompt_token` is the id of the prompt's own
-    token. Raises UnexpectedError if they are not the `top_k` likeliest tokens and the prompt's own.
+    `tokens` has the server's entries by token id (as text). `prompt_token` is the id of the
+    prompt's own token. Raises UnexpectedError if the entries are not those of the `top_k` likeliest
+    tokens and of the prompt's own token.
     """
     if prompt_token not in tokens:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its position")
@@ -409,6 +418,7 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
     likeliest = dict(logprobs)
     if len(tokens) > top_k:
         del likeliest[prompt_token]
+    # True if the prompt's own token is likelier than one of the `top_k` likeliest tokens.
     is_above = prompt_token not in likeliest and logprobs[prompt_token] > min(
         likeliest.values(), default=0.0
     )
@@ -429,7 +439,8 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
 
 
 class ServerCalls:
-    """Makes a list of calls in threads of this process, under the limits of pool/call_limits.py.
+    """Makes a list of calls to servers in threads of this process, each under the limits of its
+    reward (pool/call_limits.py).
 
     The caller lets it work for some seconds at a time (`run_for`).
     """

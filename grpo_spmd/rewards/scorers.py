@@ -1,6 +1,5 @@
-"""This module computes all rewards of a run in one call: those of reward functions, then those of
-an
-ordered list of scorers.
+"""This module computes all rewards of a run in one call: first those of reward functions, then
+those of an ordered list of scorers.
 
 Reward functions run in the worker processes of pool/. Environments, judges and reward models are
 *scorers*: each computes further rewards for the completions that the functions have scored.
@@ -53,8 +52,8 @@ class Scorers:
         """
         completions = [completion for group in groups for completion in group.completions]
         played = [i for i, completion in enumerate(completions) if _has_turns(completion)]
-        # If all were played, the same objects are passed on: RewardPool recognizes a group whose
-        # calls it began early by the identity of the object.
+        # If all completions have turns, the same objects are passed on: RewardPool recognizes a
+        # group whose calls it began early by the identity of the object.
         if len(played) < len(completions):
             smaller = [
                 dataclasses.replace(group, completions=[*filter(_has_turns, group.completions)])
@@ -120,7 +119,7 @@ def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
     """Returns one record of the rewards that several scorers gave to the same completions.
 
     Its `rewards` (the weighted sums), `texts` and `reward_inputs` are left empty for the caller to
-    fill.
+    fill. The notes of a completion are merged by their kind, such as "logged" or "extra".
     """
     merged = ScoredRollouts()
     for result in results:

@@ -196,20 +196,19 @@ def limit_names(by_name: Mapping[str, Any]) -> Fields:
     alphabet.
 
     Because of that order, limiting the merged entries of several calls gives the same result
-    whether
-    or not each call's entries were limited before.
+    whether or not each call's entries were limited before.
     """
     return {name: by_name[name] for name in sorted(by_name)[:_MAX_NAMES]}
 
 
 def _is_name(name: Any) -> bool:
+    """Returns True if `name` may be the name of a metric or column (_NAME)."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _as_json(value: Any) -> Any:
-    """Returns `value` if it is short enough as JSON, None for NaN or infinity, else the beginning
-    of
-    its text."""
+    """Returns `value` if it is short enough as JSON, None for NaN or infinity, and otherwise the
+    beginning of its text."""
     if isinstance(value, str):
         return value[:_MAX_CHARS]
     if isinstance(value, float) and not math.isfinite(value):

@@ -31,6 +31,7 @@ _MAX_FAILURES_IN_A_ROW = 20
 _PAUSE_S = 30.0
 _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
+# The most seconds between two looks at which calls may start.
 _MAX_WAIT_S = 0.5
 # How a call ended. "put_off": the server is up, but has asked to be called again later.
 Outcome = Literal["ok", "failed", "put_off"]
@@ -70,7 +71,7 @@ class _Limit:
     # Not reset between two scorings, so that no minute has too many calls.
     next_start: float = -math.inf
     num_running: int = 0
-    # The number of failures in a row, and the reason of the first of them.
+    # The number of calls that have failed in a row, and the reason of the first of these failures.
     num_failed: int = 0
     first_reason: str = ""
     paused_until: float = -math.inf
@@ -262,6 +263,7 @@ class CallLimits:
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
     """Returns this rank's share of a limit over all ranks, or infinity if there is no limit.
 
+    The limit is a number of calls (at a time, or per minute), or for check_pace a number of groups.
     The share is at least 1, since `check_calls` refuses a limit below the number of ranks.
     """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)

@@ -56,7 +56,7 @@ def to_frame(payload: bytes) -> bytes:
 def take_frame(buffer: bytearray, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
     """Removes one message from the front of `buffer` and returns it, or None if it is incomplete.
 
-    Raises ValueError for one of more than `max_bytes`.
+    Raises ValueError for a message of more than `max_bytes` bytes.
     """
     end = 4 + int.from_bytes(buffer[:4], "big")
     if end > max_bytes:

@@ -44,14 +44,23 @@ class _Reply(msgspec.Struct):
     """
 
     values: list[float | str | None] | None = None
+    """For each completion the reward, or a string that says why it is unusable. None if the call
+    failed as a whole."""
     metrics: dict[str, tuple[float, int]] = {}
+    """What the function logged, by name: (sum of the values, number of values)."""
     extra: dict[str, list[Any]] = {}
+    """What the function logged for each completion, by column."""
     left_out: list[str] = []
+    """Descriptions of what could not be logged."""
     seconds: float = math.inf
     failed: str | None = None
+    """What happened if the function raised, or returned no list."""
     broken: str | None = None
+    """A fault that no completion can have caused, which stops the run."""
     quit: bool = False
+    """True if the user left the debugger."""
     failure: FailedCallError | None = None
+    """Set if the call failed because a server could not be asked."""
 
 
 class _Result(NamedTuple):
@@ -98,7 +107,8 @@ class RewardPool(ProcessPool):
         watched: Collection[str] = (),
         secrets: Collection[str] = (),
     ) -> None:
-        """Starts the nursery, which imports the rewards; `load_rewards` has checked them before.
+        """Starts the nursery (the process that forks workers), which imports the rewards;
+        `load_rewards` has checked them before.
 
         What reward functions print goes to `log_file`, which is created, with its folder, at the
         first scoring. `columns` are all columns of the data sets: functions get None for a column
@@ -133,6 +143,7 @@ class RewardPool(ProcessPool):
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
         # The number of completions of the step over all ranks, while `score` runs for a step.
         self._num_step_completions: int | None = None
+        # The error of a call that was made while the engine sampled; `score` raises it.
         self._early_error: Exception | None = None
         self._start_over()
 
@@ -148,9 +159,9 @@ class RewardPool(ProcessPool):
     def start_early(self, group: RolloutGroup, tokenizer: Any) -> None:
         """Queues the calls of the slow rewards for a group while other groups are still sampled.
 
-        Never waits. The same object must be among the next groups that `score` gets. An error is
-        kept, and raised by `score`. If the nursery has not imported the rewards yet, nothing is
-        done and `score` makes all calls.
+        Never waits. The same object `group` must be among the next groups that `score` gets. An
+        error is kept, and raised by `score`. If the nursery has not imported the rewards yet,
+        nothing is done and `score` makes all calls.
         """
         if self._early_error is not None:
             return
@@ -323,6 +334,7 @@ class RewardPool(ProcessPool):
             self._stop_if_hopeless()
 
     def _too_long(self, worker: WorkerProcess) -> str:
+        """Returns the reason of failure for a call whose deadline has passed (ProcessPool)."""
         return f"took longer than timeout_s={self._limits.timeout_s(worker.call):g}"
 
     def _stop_if_hopeless(self) -> None:
@@ -344,7 +356,7 @@ class RewardPool(ProcessPool):
 
 @dataclass
 class _Queued:
-    """A group, and the rewards whose calls for it have been queued."""
+    """A group, and the indices of the rewards whose calls for the group have been queued."""
 
     # The reference keeps the group alive, so that no other object can get its id().
     group: RolloutGroup
@@ -425,8 +437,8 @@ class _Scoring:
         """Stores the values that a call's function logged, or the call's measurements
         (CallLimits.measure), at the call's first completion.
 
-        If that is later called alone as well, its values are added to those of the group's call;
-        of the seconds of a request only the last are kept.
+        If a later call is made for this completion alone, its values are added to those of the
+        group's call. Of the seconds of a request (".s") only the last value is kept.
         """
         if not metrics:
             return

@@ -99,9 +99,9 @@ def allow_files(number: int) -> None:
 
 
 class ProcessPool:
-    """A nursery and its workers; `close()` ends them.
+    """A nursery (the process that loads the user's code and forks workers) and its workers.
 
-    Only the thread that created the pool may use it.
+    `close()` ends them. Only the thread that created the pool may use it.
     """
 
     # What the workers run ("reward", "environment"), for messages.
@@ -139,6 +139,7 @@ class ProcessPool:
         self._log: int | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._num_started = 0
+        # The worker that has the rank's terminal, for a breakpoint in the user's code.
         self._debugged: WorkerProcess | None = None
         self._selector = selectors.DefaultSelector()
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -347,7 +348,8 @@ class ProcessPool:
         self._forget(worker)
 
     def _forget(self, worker: WorkerProcess) -> None:
-        """Forgets a worker and closes its socket."""
+        """Removes a worker from the pool's records and closes its socket, which ends an idle
+        worker."""
         self._release(worker)
         del self._workers[worker.number]
         if not worker.has_hung_up:
@@ -384,6 +386,7 @@ class ProcessPool:
         """Waits until the nursery has loaded the user's code, and returns the facts that it
         reports.
 
+        The subclass's program decides what these are (nursery.Load), such as the names of rewards.
         Raises the exception of `_ended` if the code cannot be loaded or the nursery ends.
         """
         deadline = time.monotonic() + _START_S
