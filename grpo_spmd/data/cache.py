@@ -63,6 +63,7 @@ class Entry:
 
     def __init__(self, content: memoryview) -> None:
         """`content` is the memory-mapped file of the entry, or the same bytes in memory."""
+        # An entry is: the blob, the arrays, the header in JSON, the length of the header.
         length = int.from_bytes(content[-_LENGTH_BYTES:], "little")
         header = json.loads(bytes(content[-_LENGTH_BYTES - length : -_LENGTH_BYTES]))
         self.facts: dict[str, Any] = header["facts"]

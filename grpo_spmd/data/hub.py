@@ -102,6 +102,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Makes urllib raise HTTPError for a redirect and not follow it."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
+        # None makes urllib raise HTTPError, with the redirect's status.
         return None
 
 

@@ -375,7 +375,8 @@ def _is_unicode(prompt: str | Messages) -> bool:
 def _find_file(path: Path, key: str) -> Source:
     """Returns the Source of a jsonl or parquet file, or of a folder of parquet files.
 
-    Raises ConfigError if it cannot be opened.
+    `key` is the config key that names the path, for messages. Raises ConfigError if it cannot be
+    opened.
     """
     is_jsonl = path.name.endswith(".jsonl")
     inputs = None

@@ -184,7 +184,8 @@ class PlainText:
         # The additional pair has the bounds of the text, for the loop below: at index -1 the end of
         # what is before the first token (0), at index len(ids) the begin of what is after the last.
         offsets = [*encoded["offset_mapping"], (len(text), 0)]
-        # The indices of special and added tokens; with their texts they are data or trusted.
+        # The indices of special and added tokens. Those that the template wrote are trusted and
+        # stay; those that data spells become ordinary tokens below.
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
         spans = sorted(data)
         ends = [end for _, end in spans]

@@ -200,7 +200,8 @@ class OpenEpisode:
         tools: Tools,
         prompt_ids: list[int],
     ) -> None:
-        """`prompt_ids` are the tokens of the messages `prompt`."""
+        """`prompt_ids` are the tokens of the messages `prompt`. If they leave no room for a turn,
+        the episode is over at once."""
         self._limits = limits
         self.tools = tools
         self.opening = prompt
@@ -471,7 +472,11 @@ class ConversationTree:
         )
 
     def _new_turn(self, messages: list[Message], tools: Tools) -> TreeTurn:
-        """Returns the turn of a request; it is not in the tree yet. Raises ApiError."""
+        """Returns the turn for a request, which the caller adds to the tree. Raises ApiError.
+
+        Its parent is the earlier turn whose tokens its context begins with; without one, the turn
+        is the root of a new tree.
+        """
         parent = self._earlier_turn(messages, tools)
         policy_messages = frozenset[int]()
         if parent is not None:

@@ -170,7 +170,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     """The time between two interim answers (`100 Continue`) to a waiting client."""
 
     def __init__(self) -> None:
-        """Starts the server."""
+        """Starts the server in a thread of its own, on a free port of the loopback interface."""
         allow_files(2 * self.max_connections)
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
@@ -308,7 +308,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, connection: _Connection) -> bool:
-        """Accepts a new connection, or returns False if it must be refused.
+        """Registers a new connection and returns True, or returns False if it must be refused.
 
         If there are too many connections, the oldest one of a stranger is aborted; without
         strangers the new connection must be refused. Runs in the server's thread.
@@ -350,7 +350,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return response
 
     def _session_of(self, request: web.BaseRequest) -> _Session:
-        """Returns the session that a request head names. Raises ApiError."""
+        """Returns the session that the path in a request's head names.
+
+        Raises ApiError if the path, token, method or body size is wrong. No byte of the body has
+        been read yet.
+        """
         path = _PATH.fullmatch(request.raw_path.partition("?")[0])
         if path is None:
             raise ApiError(

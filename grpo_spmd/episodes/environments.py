@@ -152,7 +152,7 @@ class Episodes:
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        """Handles the environment's answer or failure.
+        """Goes on with an episode after the answer or the failure of its environment.
 
         If an episode fails for the first time, it is run again with the same seeds.
         """
@@ -313,7 +313,10 @@ class AgentEpisodes(Episodes):
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
 
     def _take_calls(self) -> None:
-        """Takes the calls that have arrived at the endpoint, and starts turns for them."""
+        """Moves requests from the endpoint to their sessions, and starts turns for idle sessions.
+
+        A request of a session that has ended is refused.
+        """
         for call in self.endpoint.take():
             session = self.sessions.get(call.conversation)
             if session is None or session.outcome is not None:
@@ -363,7 +366,8 @@ class AgentEpisodes(Episodes):
             self._sample_next(episode.conversation, session)
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        """Handles the end of the agent's code. A turn that is being sampled is finished first."""
+        """Ends the attempt after the agent's code has ended; a turn that is being sampled is
+        finished first."""
         session = self.sessions[episode.conversation]
         # Nobody reads further answers.
         self.endpoint.close(episode.conversation)

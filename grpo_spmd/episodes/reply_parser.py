@@ -66,6 +66,7 @@ class ReplyParser:
         if not reads_calls:
             fields.pop("tool_calls", None)
             self._template = {**self._template, "fields": fields}
+        # How a call begins in a turn, as a regular expression; "(?!)" matches nothing.
         calls = fields.get("tool_calls", {})
         literals = map(re.escape, _as_list(calls.get("open")))
         pattern = calls.get("open_pattern") or "|".join(literals)

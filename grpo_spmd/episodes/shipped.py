@@ -30,6 +30,7 @@ from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, Session, che
 
 Factory = Callable[[], Any]
 
+# Limits of the tool `python`, and of an expression in `countdown`.
 _CALL_S = 8.0
 _EPISODE_CPU_S = 120.0
 _MEMORY_MIB = 1024
@@ -39,6 +40,7 @@ _MAX_EXPRESSION_CHARS = 256
 _EXPRESSION = "whole numbers, + - * / and brackets"
 # Raise this number with every change of what an index contains.
 _FORMAT = 1
+# Limits of the tool `search`: passages returned, words of a query, and lengths in characters.
 _MAX_RESULTS = 20
 _MAX_WORDS = 32
 _MAX_WORD_CHARS = 64

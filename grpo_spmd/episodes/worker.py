@@ -147,7 +147,8 @@ def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Field
 
 
 def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
-    """Runs one method of the driver and returns the values of the reply."""
+    """Runs the driver's method (begin, act or end) that the message names; returns the reply's
+    values, in the form that pool._FORMS has for the method."""
     if message["method"] == "begin":
         # Seeded for each episode, so that it does not depend on the process or the attempt.
         random.seed(message["seed"])

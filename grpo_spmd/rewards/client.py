@@ -332,7 +332,8 @@ class PromptLogprobs:
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
         """Returns the logprobs at each position of `token_ids` except the first.
 
-        Raises FailedCallError.
+        Each position has the prompt's own token and the `top_k` likeliest tokens. Raises
+        FailedCallError if there is no such answer within `limit_s` seconds.
         """
         ids = [int(token_id) for token_id in token_ids]
         body = {

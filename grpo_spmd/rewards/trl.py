@@ -35,11 +35,13 @@ Function = Callable[..., Any]
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (the sum of each call's values, the number of values in all calls).
 Logged = dict[str, dict[str, tuple[list[float], int]]]
+# Metrics of each reward that the trainer itself writes; a function may not log these names.
 _RESERVED_METRICS = (
     "mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac",
     "call_s_p50", "call_s_p95", "retries",
 )  # fmt: skip
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
+# The most names of metrics, or of columns, and the most characters of a value that are logged.
 _MAX_NAMES = 50
 _MAX_CHARS = 10_000
 # The largest absolute value of a metric: sums of larger values could overflow.

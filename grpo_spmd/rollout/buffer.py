@@ -208,7 +208,8 @@ class RolloutBuffer:
         if record.episode is not None:
             episode = read_episode(json.loads(bytes(record.episode)), token_ids)
         completion = Completion(token_ids, logprobs, record.finish_reason, episode)
-        # A plain completion has the routes of one context, an episode those of each segment.
+        # A plain completion has the routes of one context, an episode those of each segment. Their
+        # shape is (tokens, layers, experts of a token).
         routes = [read_routes(content, n, (layers, k)) for content, (n, layers, k) in record.routes]
         if not routes:
             return completion

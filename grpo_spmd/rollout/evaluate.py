@@ -184,9 +184,9 @@ class Evaluator:
         return self.held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
-        """Returns the metrics of each set from the scores of all ranks; runs on rank 0.
+        """Returns the metrics of each set from the reports of all ranks; runs on rank 0.
 
-        Each completion is in exactly one report.
+        `evaluate` makes the reports. Each completion is in exactly one report.
         """
         check_sampling((pair for report in reports for pair in report["sampling"]), self.config)
         # A verifier that always fails must not look like a policy that is never correct.

@@ -293,7 +293,7 @@ class RewardTexts:
         return ids[-max_tokens:] if self._files.drops_start else None
 
     def _encode(self, prompt: Prompt, completion: Completion, text: str) -> list[int]:
-        """Returns all token ids of a rollout. Raises TextError."""
+        """Returns all token ids of a rollout, however many they are. Raises TextError."""
         episode = completion.episode
         before = prompt.text_before(completion)
         if isinstance(before, str):
@@ -338,7 +338,7 @@ class RewardTexts:
             text_ids = self._plain.encode(text, [(len(prompt), len(text))])
         except TemplateError as error:
             raise TextError(f"cannot be shown to it: {error}") from None
-        # The numbers of tokens that the tokenizer has added: before `begin`, and from `end` on.
+        # The tokenizer has added the tokens before index `begin`, and those from index `end` on.
         is_added = framed["special_tokens_mask"]
         begin = is_added.index(0) if 0 in is_added else len(ids)
         end = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
@@ -357,7 +357,8 @@ class EngineJudge:
     def __init__(
         self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
     ) -> None:
-        """`entry` is the judge's place in the config, such as "rewards.0".
+        """`entry` is the judge's place in the config, such as "rewards.0". `max_prompt_tokens` is
+        the most tokens of the judge's prompt, which is the rubric with a completion in it.
 
         Raises ConfigError for an unsuitable tokenizer, or for a rubric that leaves no room for a
         completion.
@@ -450,7 +451,11 @@ class EngineJudges:
     def _score_with(
         self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts
     ) -> ScoredRollouts:
-        """Collective. Returns the scores of one judge."""
+        """Collective. Returns the scores of one judge.
+
+        A completion whose prompt is too long for the judge has no score (None). One that cannot be
+        shown to the judge, or whose reply has no score, gets NaN.
+        """
         keys = [(group.slot, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(judge.name, len(keys))
         prompts: dict[Key, list[int]] = {}

@@ -180,6 +180,8 @@ class _Round:
         step: int,
         stored: Mapping[Slot, StoredCompletion],
     ) -> None:
+        """`stored` has, by (slot, sample), the completions that an interrupted run has left on
+        disk; all others are sampled in this round."""
         engine = sampler.engine
         self._seed = sampler.seed
         self._buffer = sampler.buffer
@@ -411,7 +413,8 @@ class TailRace:
         """Returns (order, lengths), this rank's report for `decide`.
 
         They are this engine's complete groups as (count, slot), and its completions as (slot,
-        tokens). Both are empty unless this is the engine's first rank.
+        tokens), where the slot of a dropped request is None. Both are empty unless this is the
+        engine's first rank.
         """
         return self._order, self._lengths
 

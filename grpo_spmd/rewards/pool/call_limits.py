@@ -68,7 +68,8 @@ class _Limit:
     max_concurrent: float
     # Seconds between the starts of two calls.
     interval_s: float
-    # Not reset between two scorings, so that no minute has too many calls.
+    # The earliest start of the next call, by `interval_s`. It is not reset between two scorings, so
+    # that no minute has too many calls.
     next_start: float = -math.inf
     num_running: int = 0
     # The number of calls that have failed in a row, and the reason of the first of these failures.
@@ -77,6 +78,7 @@ class _Limit:
     paused_until: float = -math.inf
     # The call that tries the server after a pause, once it has started.
     probe: Call | None = None
+    # True if the server stayed down, so that no more calls are made in this scoring.
     has_given_up: bool = False
 
     @property

@@ -186,7 +186,8 @@ class _Nursery:
         self._end()
 
     def _serve(self) -> None:
-        """Loads the user's code, then forks and kills workers when the pool tells it to."""
+        """Loads the user's code and tells the pool how that went, then forks and kills workers as
+        the pool orders, until the pool closes the socket."""
         with open(int(sys.argv[2]), "rb") as file:
             setup = unpack(file.read())
         sys.path[:] = setup["sys_path"]

@@ -254,7 +254,10 @@ class RewardPool(ProcessPool):
         return bool(self._current.calls or running)
 
     def _dispatch(self) -> None:
-        """Starts the calls that may start now, in idle workers and in new ones."""
+        """Starts the calls that may start now, in idle workers and in new ones.
+
+        Calls to a server that CallLimits has given up in this scoring fail at once.
+        """
         scoring = self._current
         limits = self._limits
         for call in limits.take_given_up(scoring.calls):
@@ -283,7 +286,10 @@ class RewardPool(ProcessPool):
                 self._discard(worker)
 
     def _answered(self, worker: WorkerProcess, message: Fields) -> None:
-        """Records the reply to a call. Raises RewardError for errors that end the run."""
+        """Records the reply to a call; if its server failed, the call may be queued again.
+
+        Raises RewardError for errors that end the run.
+        """
         call: Call = worker.call
         name = self._rewards[call.reward].name
         try:

@@ -42,8 +42,10 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# The bounds of the scratch folder, and of a file, the open files and the threads of the code.
 _SCRATCH_BYTES, _SCRATCH_INODES = 64 << 20, 1024
 _FILE_BYTES, _OPEN_FILES, _THREADS = 16 << 20, 64, 64
+# Flags of unshare(2) (CLONE_*) and of mount(2) (MS_*).
 _NEWUSER, _NEWNS, _NEWNET, _NEWIPC, _NEWUTS = 0x10000000, 0x20000, 0x40000000, 0x8000000, 0x4000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +90,9 @@ _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
-# A classic BPF instruction: operation, jump if true, jump if false, operand.
+# A classic BPF instruction: operation, jump if true, jump if false, operand. The operations are
+# 0x20 (load a word), 0x15 (jump if equal), 0x25 (if greater), 0x45 (if a bit is set), 0x06
+# (return).
 _Instruction = tuple[int, int, int, int]
 
 
