@@ -77,7 +77,7 @@ class Entry:
 
 
 class EntryWriter:
-    """Writes one entry of the cache.
+    """Writes the file of one entry of the cache, whose parts the function `Make` gives it.
 
     The blob is written piece by piece. `arrays` (int64) and `facts` (JSON) are set by the caller
     and written after the blob at the end.
@@ -93,7 +93,7 @@ class EntryWriter:
         self._file.write(piece)
 
     def finish(self) -> None:
-        """Writes `arrays` and `facts` after the blob."""
+        """Writes `arrays` and `facts` after the blob, which completes the entry."""
         header = {
             "blob": self._file.tell(),
             "arrays": {key: 8 * len(values) for key, values in self.arrays.items()},
@@ -173,7 +173,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
 
 
 def _find(folders: list[Path], name: str) -> Entry | None:
-    """Returns an entry from the first folder that has it unchanged, or None if none has."""
+    """Returns an entry from the first folder that has it unchanged, or None if no folder has it."""
     for folder in folders:
         with (
             suppress(OSError, UntrustedError),
@@ -289,7 +289,10 @@ def stamp(state: os.stat_result) -> list[int]:
 
 
 def read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
-    """Returns the text of the note `name`, or None if its stamp is not that of `state`."""
+    """Returns the text of the note `name`, or None if the noted file has changed since.
+
+    `state` is the file's present state, whose stamp is compared with that in the note.
+    """
     try:
         with open_regular(folder / f"{name}.note") as file:
             noted_stamp, text = json.loads(file.read(4096))

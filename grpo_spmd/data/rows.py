@@ -43,7 +43,7 @@ _FOREIGN_COLUMN = re.compile(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One usable row of a data set."""
+    """One row of a data set, with a usable prompt."""
 
     prompt: str | Messages
     columns: dict[str, Any]
@@ -53,7 +53,7 @@ class PromptRow:
 
 
 class SourceRow(NamedTuple):
-    """One row as it was read, before its prompt is made."""
+    """One row of a source as it was read, before its prompt is made from the columns."""
 
     number: int
     record: dict[str, Any]
@@ -63,7 +63,7 @@ class SourceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that exists, but has not been read yet."""
+    """A data set (a file, folder or hub name) that was found, but has not been read yet."""
 
     prefix: str
     """The beginning of `PromptRow.where`; the row's number follows."""
@@ -104,6 +104,8 @@ class CachedRows(Sequence[PromptRow]):
         self.prefix = source.prefix
         self.num_bytes = source.num_bytes
         self._make_row = make_row
+        # Row i is the JSON in the bytes bounds[i] to bounds[i + 1] of the blob; numbers[i] is its
+        # number in the source.
         self._blob = entry.blob
         self._bounds = entry.arrays["bounds"]
         self._numbers = entry.arrays["numbers"]

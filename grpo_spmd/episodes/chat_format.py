@@ -337,6 +337,7 @@ class _HistoryRule:
     end_token: str
     """The text of the token that ends the turn."""
     end_id: int
+    """The id of the token that ends the turn."""
     replaced_end: str | None
     """The text of the token that ends a turn as long as no messages follow; None if `end_token`
     ends the turn then, too."""
@@ -729,5 +730,5 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _cut(text: str, cuts: Sequence[int]) -> list[str]:
-    """Returns the pieces of a text that is cut at these character indices."""
+    """Returns the pieces of a text that is cut before each of these character indices."""
     return [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]

@@ -39,7 +39,7 @@ Tools = list[Fields]
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The upper bounds of one episode."""
+    """The upper bounds of one episode, in turns and tokens."""
 
     max_turns: int
     max_tokens: int
@@ -62,6 +62,7 @@ class TreeTurn:
     new_ids: list[int]
     """The tokens of the context that follow all tokens of the parent."""
     completion: Completion | None = None
+    """What was sampled; None until the turn is finished."""
     reward: float | None = None
     """The reward of a gym environment for this turn."""
     messages: list[Message] = field(default_factory=list)
@@ -82,6 +83,7 @@ class TreeTurn:
     requested_tokens: int | None = None
     """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
+    """The number of turns that continue this one."""
     path: list[TreeTurn] = field(default_factory=list)
     """The turns from the root to this turn."""
 
@@ -104,7 +106,8 @@ class TreeTurn:
 
     @property
     def context_ids(self) -> list[int]:
-        """Returns all tokens before the sampled ones."""
+        """Returns the context of the turn: all tokens of the conversation before the sampled
+        ones."""
         ids = self.token_ids()
         return ids[: len(ids) - len(self.sampled_ids)]
 
@@ -293,7 +296,8 @@ class OpenEpisode:
         *,
         has_tools: bool,
     ) -> Completion:
-        """Returns the completion of the episode, which must be over."""
+        """Returns the completion of the episode, which must be over. `rewards` has its rewards by
+        name, and `calls_s` the seconds of each call to its environment."""
         assert self.status is not None
         return join_turns(
             leaves_of(self.turns),
@@ -344,7 +348,7 @@ class OpenEpisode:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """The answer to one request of the agent."""
+    """The policy's turn, as the answer to an agent's request for it."""
 
     message: Message
     finish_reason: str

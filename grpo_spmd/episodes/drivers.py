@@ -182,7 +182,8 @@ class TrlDriver:
         }
 
     def end(self) -> dict[str, float | None]:
-        """Returns {name of the environment's class: result of get_reward()}, or {} without it."""
+        """Returns {name of the environment's class: result of get_reward()}, the episode's reward;
+        {} if the class has no get_reward()."""
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return {}
@@ -415,7 +416,7 @@ def to_messages(observation: Any) -> list[Message]:
 
 
 def _get(value: Any, name: str, default: Any = None) -> Any:
-    """Returns an entry of a mapping, or an attribute of another object."""
+    """Returns the entry `name` of a mapping, or the attribute `name` of another object."""
     if isinstance(value, Mapping):
         return value.get(name, default)
     return getattr(value, name, default)

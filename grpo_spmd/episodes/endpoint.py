@@ -79,7 +79,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Session:
-    """One agent's access to the endpoint, for one conversation."""
+    """One agent's access to the endpoint, for one episode (a conversation of the engine)."""
 
     conversation: ConversationId
     token: bytes
@@ -90,7 +90,8 @@ class _Session:
     waited: tuple[float, float | None] = (0.0, None)
 
     def update_waited(self) -> None:
-        """Starts or stops the clock after `waiting` has changed."""
+        """Starts or stops the clock of `waited` after a request was added to `waiting` or
+        removed."""
         seconds, start = self.waited
         if self.waiting and start is None:
             self.waited = (seconds, time.monotonic())
@@ -172,13 +173,18 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     def __init__(self) -> None:
         """Starts the server in a thread of its own, on a free port of the loopback interface."""
         allow_files(2 * self.max_connections)
+        # The open sessions by their name in the address, and these names by conversation.
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
+        # The requests that `take` has not returned yet.
         self._calls: deque[Call] = deque()
         # The open connections, the oldest first. Only the server's thread uses it.
         self.connections: dict[_Connection, None] = {}
+        # The size of the bodies of all unanswered requests together.
         self._held_bytes = 0
         self._warned: set[str] = set()
+        # A pipe by which the server's thread wakes the rank's thread, which waits in
+        # EnvironmentPool.
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/sessions"
@@ -194,7 +200,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """Ends the server and all connections."""
+        """Ends the server, with its thread and all connections."""
         self._call_in_thread(self._is_stopping.set)
         self._thread.join()
         self._loop.close()

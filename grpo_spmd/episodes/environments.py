@@ -81,7 +81,7 @@ class RunningEpisode:
 
     @property
     def row(self) -> Fields:
-        """Returns the row of the data set, as environments get it."""
+        """Returns the row of the data set as environments get it: its columns and the prompt."""
         return {**self.prompt.columns, "prompt": self.prompt.text}
 
 
@@ -221,7 +221,10 @@ class Episodes:
             self._continue(episode)
 
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
-        """Builds the completion of an episode whose rewards are known."""
+        """Ends an episode whose rewards are known: makes its completion and stores it.
+
+        `rewards` has the environment's rewards by name; a string says why one is unusable.
+        """
         state = episode.open
         facts = self.pool.facts
         values = {name: rewards.get(name) for name in facts.weights}
@@ -238,7 +241,10 @@ class Episodes:
         self._finish(episode, completion)
 
     def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
-        """Runs a failed episode again, or records its second failure. Its process has ended."""
+        """Runs an episode again after its first failure, or records its second failure.
+
+        The process of its environment has ended.
+        """
         # The second attempt has the same seeds, so a failure by chance does not change the samples.
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
@@ -377,7 +383,8 @@ class AgentEpisodes(Episodes):
             self._settle(episode, session, reply)
 
     def _settle(self, episode: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
-        """Ends an attempt: the agent's code has ended, and no turn of it is being sampled."""
+        """Ends an attempt at an episode, as the agent's code has ended with `outcome`, and no turn
+        of its session is being sampled."""
         episode.calls_s.append(outcome.seconds)
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)

@@ -47,7 +47,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a successful call."""
+    """The result of a call to an environment that succeeded."""
 
     method: Method
     values: Fields
@@ -57,7 +57,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an episode whose environment failed."""
+    """The result of a call to an environment that failed, which ends the attempt at the episode."""
 
     status: str
     """"env_error" or "env_timeout"."""
@@ -67,7 +67,7 @@ class Failure:
 
 @dataclass
 class _LiveEpisode:
-    """An episode that runs in a worker."""
+    """An episode that has begun in a worker process."""
 
     worker: WorkerProcess
     used_s: float = 0.0
@@ -76,7 +76,7 @@ class _LiveEpisode:
 
 @dataclass
 class _Call:
-    """A call that a worker is running."""
+    """A call to an environment that a worker is running."""
 
     conversation: ConversationId
     method: Method
@@ -87,7 +87,7 @@ class _Call:
 
 
 class EnvironmentPool(ProcessPool):
-    """The environments' processes of one rank.
+    """The worker processes of one rank in which environments run, one episode at a time in each.
 
     Only the thread that made the pool may use it.
     """
@@ -193,7 +193,9 @@ class EnvironmentPool(ProcessPool):
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
-        """Ends an episode in any state; its worker is killed."""
+        """Ends an episode, whether it waits for a worker or runs. The worker that runs it is
+        killed.
+        """
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
         # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]

@@ -38,7 +38,7 @@ _NUM_TAIL_TOKENS = 256
 
 @dataclass(frozen=True)
 class Parsed:
-    """The parsed message of a turn."""
+    """The parsed message of a turn of the policy, and how many of its tool calls are invalid."""
 
     message: Message
     """role, content and, if there are any, reasoning_content (with gpt-oss: thinking) and
@@ -188,7 +188,7 @@ def _response_template(chat_template: str, anchors: list[str], ends: list[str]) 
 
 
 class _Function(msgspec.Struct):
-    """The form that a call's name and arguments must have."""
+    """The form that the name and the arguments of a tool call must have."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     arguments: Fields | str | None = None

@@ -111,7 +111,8 @@ class FirstAnswer:
 
 
 class JsonClient:
-    """Sends JSON requests to one address."""
+    """Sends JSON requests to one address, and returns the JSON answers or raises
+    FailedCallError."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """The values of `headers` may be secrets: no error shows them."""
@@ -233,7 +234,7 @@ class JsonClient:
             raise FailedCallError(message, may_retry=True, status=status) from None
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
-        """Returns the FailedCallError for an answer that is not as expected."""
+        """Returns the FailedCallError to raise for an answer that is not as expected."""
         message = f"answered {error}"
         if error.content != "":
             message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
@@ -283,7 +284,7 @@ def as_finite(value: Any) -> float:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The server's logprobs at one position of a sequence."""
+    """A vLLM server's logprobs at one position of a sequence that it was given."""
 
     # The logprob of the sequence's own token at this position.
     logprob: float
@@ -294,7 +295,7 @@ class PositionLogprobs:
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """One model that a server offers."""
+    """One model that a server offers, by its answer to GET /models."""
 
     name: str = msgspec.field(name="id")
     # The largest number of tokens of prompt and completion together, or None if it is not given.
@@ -308,7 +309,8 @@ class _ModelList(msgspec.Struct):
 
 
 class PromptLogprobs:
-    """Asks a server for the prompt logprobs of one of its models."""
+    """Asks a vLLM server for prompt logprobs: those of the tokens of a given prompt, by one of its
+    models."""
 
     def __init__(self, url: str, headers: Mapping[str, str], model: str | None = None) -> None:
         """`url` ends with /completions. The values of `headers` may be secrets: no error shows
@@ -358,7 +360,7 @@ class PromptLogprobs:
 
 
 class _Token(msgspec.Struct):
-    """The server's entry for one token at one position."""
+    """The server's entry in `prompt_logprobs` for one token at one position."""
 
     # vLLM sends -9999 for minus infinity. Rounding may make a probability larger than 1.
     logprob: Annotated[float, msgspec.Meta(gt=-9999.0, le=_ROUNDING)]

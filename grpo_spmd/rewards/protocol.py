@@ -84,7 +84,7 @@ class RewardFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(RewardFacts):
-    """A reward and its function, as a worker process has it."""
+    """A reward with its function, which a worker process calls."""
 
     function: Function
     # If True, the function takes `environments`, and is called in the environments' processes.

@@ -67,7 +67,8 @@ class Scorers:
             return scored
 
         def spread(values: Sequence[Any], default: Any) -> list[Any]:
-            """Returns one entry for each completion: its value, or `default` if not played."""
+            """Returns a list with an entry for each completion: its value, or `default` if it is an
+            episode without a turn."""
             by_completion = dict(zip(played, values, strict=True))
             return [by_completion.get(i, default) for i in range(len(completions))]
 
@@ -137,7 +138,10 @@ def sum_rewards(
     weights: Mapping[str, float],
     num_completions: int,
 ) -> list[float | None]:
-    """Returns the weighted sum of each completion's rewards, None where it is unknown."""
+    """Returns for each completion the weighted sum of its rewards, or None if it is unknown.
+
+    `by_name` has each reward's values, one for each completion.
+    """
     # A run without rewards learns from a teacher alone.
     if not weights:
         return [0.0] * num_completions

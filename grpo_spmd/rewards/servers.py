@@ -92,7 +92,7 @@ class ServerFunction:
         completion_ids: Any,
         **columns: list[Any],
     ) -> list[float]:
-        """Returns the server's scores of the completions. Raises FailedCallError."""
+        """Returns the server's scores, one for each completion. Raises FailedCallError."""
         config = self._config
         if self._client is None:
             entry = f"{self._where}.headers_env"

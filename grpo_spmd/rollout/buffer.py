@@ -53,7 +53,8 @@ Slot = tuple[int, int]
 
 
 class _Record(msgspec.Struct):
-    """One completion in a file. Its bytes stay in the mapped file until they are read."""
+    """One completion in a file of the buffer. The memoryviews refer to the memory-mapped file, so
+    their bytes are read from disk only when they are used."""
 
     position: int
     sample: int
@@ -127,6 +128,7 @@ class RolloutBuffer:
             decisive.append(environment_id(environment, rewards))
         content = json.dumps(decisive, sort_keys=True).encode()
         self._sampling_id = hashlib.blake2b(content, digest_size=16).hexdigest()
+        # The step of the last `find`, and its completions that are not on disk yet.
         self._step = -1
         self._pending: list[_Record] = []
         self._last_write = time.monotonic()
@@ -153,7 +155,7 @@ class RolloutBuffer:
         return stored
 
     def _begin_step(self, step: int, weights_id: str) -> None:
-        """Forgets the previous step and reads the stored completions of `step`.
+        """Forgets the previous step, and reads from disk which completions of `step` are stored.
 
         Collective if completions of the step are on disk.
         """
@@ -265,7 +267,8 @@ class RolloutBuffer:
             self.write()
 
     def write(self) -> None:
-        """Writes the completions kept since the last write, if there are any."""
+        """Writes the completions that were kept since the last write to a new file, if there are
+        any."""
         pending = self._pending
         self._pending = []
         self._last_write = time.monotonic()

@@ -66,7 +66,8 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Evaluator:
-    """Evaluates the policy on every held-out set."""
+    """Evaluates the policy on every held-out set: samples completions for its prompts, scores them,
+    and computes the metrics."""
 
     held_out: HeldOut
     engine: RolloutEngine
@@ -148,7 +149,8 @@ class Evaluator:
         }
 
     def _sample(self, policy_version: int) -> list[RolloutGroup]:
-        """Collective. Returns this rank's completions, each as a group."""
+        """Collective. Samples all completions of the evaluation, and returns those that this rank
+        scores, each as a group of one."""
         engine = self.engine
         conversations = generate(
             engine,
@@ -256,7 +258,7 @@ def check_sampling(sampling: Iterable[Sequence[float]], expected: EvalConfig) ->
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:
-    """Returns the outcome of each group by slot. Each group has a single completion."""
+    """Returns the outcome (the measured values) of each group's single completion, by slot."""
     # The verdict on a completion is its value of the first entry of `rewards`.
     verdicts = next(iter(scored.by_name.values()), [])
     outcomes = {}

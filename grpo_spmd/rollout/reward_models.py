@@ -133,7 +133,10 @@ class ModelReward:
 
 @dataclass
 class RewardModels:
-    """The Scorer for all reward models of the run. They score after the engine has finished."""
+    """The Scorer (rewards/scorers.py) for all reward models of the run.
+
+    They score after the engine has finished.
+    """
 
     models: Sequence[ModelReward]
     engine: RolloutEngine
@@ -144,7 +147,10 @@ class RewardModels:
     schedule: ProofSchedule
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Collective. Returns the models' scores, as a Scorer does."""
+        """Collective. Returns the scores of all reward models, in the form of Scorer.score.
+
+        `scored` has the decoded completions; the scores in it are not used.
+        """
         is_due = self.schedule.is_due(self.engine.policy_version or 0)
         # Puts the engine to sleep: from here on the reward models use the device's memory.
         self.engine.rest()
@@ -254,7 +260,7 @@ def rows_of_ranks(
 
 
 class TextError(ValueError):
-    """The error for a rollout that cannot be encoded for the model; the message says why."""
+    """Raised for a rollout that cannot be encoded for a reward model; the message says why."""
 
 
 class RewardTexts:
@@ -269,7 +275,7 @@ class RewardTexts:
     """
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
-        """Raises ConfigError if there is no tokenizer."""
+        """Loads the reward model's tokenizer. Raises ConfigError if there is none."""
         with errors_about(f"{files.where}.model"):
             self.tokenizer = load_tokenizer(str(files.folder))
             self._plain = PlainText(self.tokenizer)
@@ -406,12 +412,12 @@ class EngineJudge:
         )
 
     def text_of(self, reply: Completion) -> str:
-        """Returns the text of a reply."""
+        """Returns the text of a judge's reply, without special tokens."""
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
 
 class EngineJudges:
-    """The Scorer for all judges that the run's own vLLM engine serves.
+    """The Scorer (rewards/scorers.py) for all judges that the run's own vLLM engine serves.
 
     It scores while the engine is awake.
     """
@@ -439,7 +445,10 @@ class EngineJudges:
         self._check = check
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Collective. Returns the judges' scores, as a Scorer does."""
+        """Collective. Returns the scores of all judges, in the form of Scorer.score.
+
+        `scored` has the arguments of reward functions for each completion, which fill the rubrics.
+        """
         # With a cached prefix a prompt is computed in chunks of other sizes, which rounds
         # differently. The cache is emptied before, so that replies do not depend on earlier
         # samples, and after, so that later samples do not depend on what was judged.

@@ -296,7 +296,7 @@ class ExpectedLengths:
         self._report: list[tuple[int, float | None, int]] = []
 
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
-        """Notes the groups that this rank sampled; rank 0 gets them with the next `estimate`.
+        """Notes the lengths of this rank's groups; rank 0 gets them with the next `estimate`.
 
         `dropped` are prompts whose groups tail batching has dropped. They were not finished when
         the other groups were, so they are counted as being as long as the longest of these.
@@ -330,7 +330,8 @@ class ExpectedLengths:
         reports: Sequence[Sequence[tuple[int, float | None, int]]],
         prompts: Sequence[Prompt],
     ) -> list[float]:
-        """Records the ranks' reports and returns the mean for each prompt; runs on rank 0."""
+        """Records the ranks' reports, and returns for each prompt the mean tokens of a completion
+        when it was last sampled. Runs on rank 0."""
         entries = [entry for report in reports for entry in report]
         means = [(row, mean) for row, mean, _ in entries if mean is not None]
         if means:
@@ -398,7 +399,7 @@ class TailRace:
         return count <= self._num_to_come
 
     def is_over(self) -> bool:
-        """Returns True if enough groups are complete, on all engines together."""
+        """Returns True if enough groups are complete, on all engines together, to fill the step."""
         return self._num_to_come <= 0 or count_up(self._counter, 0) >= self._num_to_come
 
     def drop(self, num_tokens: Sequence[int]) -> None:

@@ -83,7 +83,7 @@ class _Limit:
 
     @property
     def ready_at(self) -> float:
-        """The earliest time at which `interval_s` and a pause let a call start."""
+        """The earliest time at which a call may start, by `interval_s` and a pause."""
         return max(self.next_start, self.paused_until)
 
     @property
@@ -130,7 +130,10 @@ class CallLimits:
             limit.has_given_up = False
 
     def wait_for_all(self) -> None:
-        """Must be called when the caller begins to do nothing but wait for the calls."""
+        """Must be called when the engine has finished, and the caller only waits for the calls.
+
+        From then on a server that stays down is given up instead of being paused for again.
+        """
         self._is_waited_for = True
 
     def timeout_s(self, call: Call) -> float:
@@ -138,7 +141,7 @@ class CallLimits:
         return self._limits[call.reward].timeout_s
 
     def remaining_s(self, call: Call) -> float:
-        """Returns the seconds that a call may take if it starts now."""
+        """Returns the seconds that a call has left of its time limit if it starts now."""
         return self.timeout_s(call) - call.spent_s
 
     def take_next(self, calls: deque[Call]) -> Call | None:
@@ -181,7 +184,7 @@ class CallLimits:
         return replace(call, num_made=call.num_made - 1)
 
     def end(self, call: Call, outcome: Outcome, reason: str = "") -> None:
-        """Records how a started call ended. `reason` says why it failed."""
+        """Records how a started call ended, on which pauses depend. `reason` says why it failed."""
         limit = self._limits[call.reward]
         limit.num_running -= 1
         if outcome == "ok":

@@ -69,7 +69,8 @@ def take_frame(buffer: bytearray, max_bytes: int = MAX_FRAME_BYTES) -> bytes | N
 
 
 class _Debugger(pdb.Pdb):
-    """A pdb that continues the program when commands piped to its stdin end."""
+    """The debugger for breakpoint() in a worker: pdb, but when commands that were piped to its
+    stdin end, it continues the program."""
 
     def do_EOF(self, arg: str) -> bool | None:
         """Leaves the debugger at Ctrl-D on a terminal, but continues at the end of piped commands.
@@ -162,7 +163,8 @@ class _Nursery:
     """The process that loads the user's code once and forks workers from it."""
 
     def __init__(self, rank_socket: socket.socket, parent_pid: int, load: Load) -> None:
-        """`rank_socket` is connected to the pool, in the process `parent_pid`."""
+        """`rank_socket` is connected to the pool, in the process `parent_pid` (the rank). `load`
+        loads the user's code."""
         self._rank_socket, self._load = rank_socket, load
         # By pid of a worker: the number by which the pool knows it.
         self._workers: dict[int, int] = {}

@@ -64,7 +64,7 @@ class _Reply(msgspec.Struct):
 
 
 class _Result(NamedTuple):
-    """The value of a reward for one completion."""
+    """The value of one reward for one completion, with its status (see protocol.py)."""
 
     # NaN if the call failed, None if the reward does not apply.
     value: float | None
@@ -74,7 +74,8 @@ class _Result(NamedTuple):
 
 @dataclass(eq=False)
 class _Sample:
-    """One completion to score. The keys of dicts are indices of rewards."""
+    """One completion to score, with the results so far. Indices of rewards are the keys of
+    `results` and `group_errors`."""
 
     text: str
     inputs: Fields
@@ -148,7 +149,7 @@ class RewardPool(ProcessPool):
         self._start_over()
 
     def begin_step(self, state: TrainerState) -> None:
-        """Sets the `trainer_state` that reward functions get from now on."""
+        """Sets the `trainer_state` (TRL's argument) that reward functions get from now on."""
         self._state = state
 
     @property
@@ -234,7 +235,7 @@ class RewardPool(ProcessPool):
         return scoring.scores()
 
     def _start_over(self) -> None:
-        """Resets the state for the next scoring."""
+        """Forgets the calls and results of this scoring, so that the next one begins afresh."""
         self._current = _Scoring(self._rewards, self._columns)
         self._num_step_completions = None
         self._early_error = None
@@ -328,7 +329,10 @@ class RewardPool(ProcessPool):
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
     ) -> None:
-        """Records that a call failed. Does nothing for a worker that had no call."""
+        """Records that a call failed, by an error or a timeout (see ProcessPool).
+
+        `call` is None for a worker that had no call: then there is nothing to record.
+        """
         if call is None:
             return
         self._limits.end(call, "failed", reason)
@@ -403,7 +407,8 @@ class _Scoring:
         return queued.samples
 
     def _make_samples(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
-        """Returns a group's completions with their texts and the arguments of reward functions."""
+        """Returns a _Sample for each completion of a group: its text, and the arguments with which
+        reward functions are called for it."""
         token_ids = [completion.token_ids for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         needed = [name for reward in self._rewards for name in reward.needs]
@@ -557,7 +562,7 @@ class SlowRewards:
         self._excess_s = defaultdict[int, float](float)
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
-        """Adds the seconds of a call for `num_completions` completions."""
+        """Records that a call for `num_completions` completions took `seconds`."""
         self._excess_s[reward] += seconds - _SLOW_S * num_completions
 
     def end_scoring(self) -> None:

@@ -59,7 +59,7 @@ HowItFailed = Literal["error", "timeout"]
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """What the pool knows about one worker."""
+    """What the pool, in the rank's process, knows about one worker process."""
 
     number: int
     sock: socket.socket
@@ -246,7 +246,7 @@ class ProcessPool:
         self._bound_log()
 
     def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
-        """Records the call that a worker runs, and its deadline in `seconds` from now."""
+        """Records which call a worker runs, and that it must be answered in `seconds` from now."""
         worker.call = call
         worker.deadline = time.monotonic() + seconds
 
@@ -357,7 +357,8 @@ class ProcessPool:
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
-        """Marks a worker as idle. If it had the terminal, the next waiting worker gets that."""
+        """Marks a worker as idle. If it had the rank's terminal (for its debugger), the next worker
+        that waits for the terminal gets it."""
         worker.call = None
         worker.deadline = math.inf
         worker.waiting_pid = 0
@@ -370,7 +371,7 @@ class ProcessPool:
     def _lend_terminal(self) -> None:
         """Lends the terminal to the oldest worker that waits for it, unless another worker has it.
 
-        The others wait at their breakpoints; this time does not count for their calls.
+        The other workers wait at their breakpoints; this time does not count for their calls.
         """
         waiting = [worker for worker in self._workers.values() if worker.waiting_pid]
         if self._debugged is None and waiting:
@@ -414,7 +415,8 @@ class ProcessPool:
         return dict(json.loads(payload))
 
     def _nursery_ended(self) -> Exception:
-        """Returns an exception with the nursery's exit code and the end of its output."""
+        """Returns the exception to raise after the nursery has ended, with its exit code and the
+        end of its output."""
         code = self._process.wait(10)
         self._nursery_output.seek(0)
         output = self._nursery_output.read().decode(errors="replace")[-MAX_ERROR_CHARS:]

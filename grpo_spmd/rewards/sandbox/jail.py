@@ -358,7 +358,7 @@ def _error() -> str:
 
 
 def _run_module(name: str, text: str) -> dict[str, Any]:
-    """Runs `text` as the module `name` and returns the module's names."""
+    """Runs the source `text` as a module called `name`; returns the module's dict of names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     _run_source(text, f"<{name}>", "exec", module.__dict__)
@@ -504,7 +504,11 @@ def _run_cell(code: str, name: str, scope: dict[str, Any]) -> str:
 
 
 def _main(fd: int) -> None:
-    """Isolates this process, then runs the job that arrives on the socket `fd`."""
+    """Isolates this process, then runs the code of the job that arrives on the socket `fd`.
+
+    The job is the first message of sandbox.Jail. If the process cannot be isolated, it reports why
+    and ends without running the code.
+    """
     connection = socket.socket(fileno=fd)
     lines = connection.makefile("rb")
 

@@ -68,7 +68,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one `Jail`."""
+    """The limits of one `Jail`, a process in which model-written code runs."""
 
     time_s: float
     """Seconds of wall time and of CPU time, not counting the start of the process."""
@@ -81,7 +81,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Statement:
-    """One statement of a test, as it is sent to the jail."""
+    """One statement of a test, with what decides whether it holds."""
 
     source: str
     expected: Any = None
