@@ -193,9 +193,8 @@ class EnvironmentPool(ProcessPool):
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
-        """Ends an episode, whether it waits for a worker or runs. The worker that runs it is
-        killed.
-        """
+        """Ends an episode, whether it waits for a worker or runs; a worker that runs it is
+        killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
         # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]

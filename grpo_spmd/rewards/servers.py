@@ -259,7 +259,7 @@ class Judge:
             choice = chat.choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
-        # All answers of a run must name the same model as the first answer (FirstAnswer).
+        # All answers must name the same model as the first one (FirstAnswer).
         self._first.check(chat.model)
         return [self.score_of(choice.message.content, choice.finish_reason)]
 

@@ -268,7 +268,8 @@ class CallLimits:
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
     """Returns this rank's share of a limit over all ranks, or infinity if there is no limit.
 
-    The limit is a number of calls (at a time, or per minute), or for check_pace a number of groups.
+    The limit is a number of calls, at a time or per minute. servers.check_pace divides the groups
+    or completions that are to be scored in the same way.
     The share is at least 1, since `check_calls` refuses a limit below the number of ranks.
     """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)
