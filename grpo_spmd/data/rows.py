@@ -155,10 +155,10 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
 def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[PromptRow]:
     """Returns all rows of `data.train`, or of a set of `data.eval`.
 
-    The first process of a node reads them into a file of the node's cache, which the others
-    memory-map. Rows with values that JSON cannot hold (dates, bytes, images) are not cached: each
-    process reads them into its memory. Raises ConfigError, which names the file and line or row, if
-    a file or a row cannot be read.
+    The first process of a node reads them into a file of the node's cache, which the node's other
+    processes memory-map. Rows with values that JSON cannot hold (dates, bytes, images) are not
+    cached: each process reads them into its memory. Raises ConfigError, which names the file and
+    line or row, if a file or a row cannot be read.
     """
     key, name = key_and_source(config, eval_set)
     if name.startswith("hub:"):

@@ -178,7 +178,8 @@ def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> 
     has_two = numbers == "2"
 
     def batch_of(step: int) -> list[Example]:
-        """Draws the examples of a step: correct ones first, later those of the careless teacher."""
+        """Draws the examples of a step. With two numbers, those of later steps are the careless
+        teacher's; else all are correct."""
         if has_two:
             return _draw_batch(rng, 1 if step < _CORRECT_STEPS else _CARELESS_CORRECT_FRAC)
         # The tasks of three or four numbers are too many to list, so each batch draws new ones.

@@ -191,7 +191,7 @@ def make_examples(
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def example(step: int) -> Example:
-        """Draws one example of the teacher for a step."""
+        """Draws one context of the teacher and returns it as an example for the warm start."""
         ids = []
         is_trained = []
         for text, is_answer in draw_turns(rng, step < _CORRECT_STEPS):

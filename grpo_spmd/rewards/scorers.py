@@ -157,7 +157,8 @@ def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
     Returns None if all rewards are None or one is NaN. A reward of weight 0 is only watched and
     ignored here. If all weights are 0 (the policy learns from a teacher), returns the plain sum.
     """
-    # Watched rewards are removed, so that one that is known does not turn an unknown sum into 0.0.
+    # Watched rewards (weight 0) are removed: if such a reward were the only one that is known, the
+    # sum would be 0.0 instead of unknown.
     pairs = [pair for pair in pairs if pair[0]] or [(1.0, value) for _, value in pairs]
     products = [weight * value for weight, value in pairs if value is not None]
     total = sum(products)

@@ -228,9 +228,10 @@ class CallLimits:
         return replace(call, error=reason)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` those of rewards that were given up in this scoring.
+        """Removes from `calls` the calls of rewards that were given up in this scoring, because
+        their server is down.
 
-        Returns them with their `error` set.
+        Returns the removed calls with their `error` set.
         """
         hopeless = {i for i, limit in enumerate(self._limits) if limit.has_given_up}
         if not hopeless:
