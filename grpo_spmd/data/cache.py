@@ -63,6 +63,7 @@ class Entry:
 
     def __init__(self, content: memoryview) -> None:
         """`content` is the memory-mapped file of the entry, or the same bytes in memory."""
+        # An entry is: the blob, the arrays, the header in JSON, the length of the header.
         length = int.from_bytes(content[-_LENGTH_BYTES:], "little")
         header = json.loads(bytes(content[-_LENGTH_BYTES - length : -_LENGTH_BYTES]))
         self.facts: dict[str, Any] = header["facts"]
@@ -76,7 +77,7 @@ class Entry:
 
 
 class EntryWriter:
-    """Writes one entry of the cache.
+    """Writes the file of one entry of the cache, whose parts the function `Make` gives it.
 
     The blob is written piece by piece. `arrays` (int64) and `facts` (JSON) are set by the caller
     and written after the blob at the end.
@@ -92,7 +93,7 @@ class EntryWriter:
         self._file.write(piece)
 
     def finish(self) -> None:
-        """Writes `arrays` and `facts` after the blob."""
+        """Writes `arrays` and `facts` after the blob, which completes the entry."""
         header = {
             "blob": self._file.tell(),
             "arrays": {key: 8 * len(values) for key, values in self.arrays.items()},
@@ -121,6 +122,7 @@ def entry_name(kind: str, inputs: Any) -> str:
 
 
 def _hex_digest(content: bytes, length: int) -> str:
+    """Returns the first `length` hex digits of the SHA-256 of `content`."""
     return hashlib.sha256(content).hexdigest()[:length]
 
 
@@ -171,7 +173,7 @@ def load_or_make(kind: str, inputs: Any, num_bytes: int, make: Make, source: str
 
 
 def _find(folders: list[Path], name: str) -> Entry | None:
-    """Returns an entry from the first folder that has it unchanged, or None if none has."""
+    """Returns an entry from the first folder that has it unchanged, or None if no folder has it."""
     for folder in folders:
         with (
             suppress(OSError, UntrustedError),
@@ -188,10 +190,10 @@ def _find(folders: list[Path], name: str) -> Entry | None:
 def _make_on_disk(
     folders: list[Path], name: str, num_bytes: int, make: Make, error_name: str, failures: list[str]
 ) -> Entry | None:
-    """Makes an entry in the first folder where that is possible. Returns None if there is none.
+    """Makes an entry in the first folder where that is possible, and returns it.
 
-    Reasons against a folder are added to `failures`. A ConfigError of `make` is stored under
-    `error_name` for the processes that wait, and raised.
+    Returns None if no folder can take it; the reasons are added to `failures`. A ConfigError of
+    `make` is stored under `error_name` for the processes that wait, and raised.
     """
     for folder in folders:
         free_bytes = shutil.disk_usage(folder).free
@@ -220,12 +222,14 @@ def _make_on_disk(
 
 
 def _make_in_memory(make: Make) -> Entry:
+    """Returns an entry that this process makes for itself alone, in its own memory."""
     file = io.BytesIO()
     _write_entry(file, make)
     return Entry(file.getbuffer())
 
 
 def _write_entry(file: BinaryIO, make: Make) -> None:
+    """Lets `make` compute a result, and writes it to `file` as an entry."""
     writer = EntryWriter(file)
     make(writer)
     writer.finish()
@@ -285,7 +289,10 @@ def stamp(state: os.stat_result) -> list[int]:
 
 
 def read_note(folder: Path, name: str, state: os.stat_result) -> str | None:
-    """Returns the text of the note `name`, or None if its stamp is not that of `state`."""
+    """Returns the text of the note `name`, or None if the noted file has changed since.
+
+    `state` is the file's present state, whose stamp is compared with that in the note.
+    """
     try:
         with open_regular(folder / f"{name}.note") as file:
             noted_stamp, text = json.loads(file.read(4096))
@@ -300,6 +307,7 @@ def write_note(folder: Path, name: str, state: os.stat_result, text: str) -> Non
 
 
 def _replace_text(folder: Path, name: str, text: str) -> None:
+    """Creates or replaces a text file, as `_replace_file` does."""
     _replace_file(folder, name, lambda file: file.write(text.encode()))
 
 
@@ -391,6 +399,7 @@ def _wait_for_lock(lock: BinaryIO, name: str) -> None:
             return
         except BlockingIOError:
             time.sleep(0.05)
+        # Of the node's ranks only the first two log: while one makes the entry, the other waits.
         if time.monotonic() > next_note and os.environ.get("LOCAL_RANK", "0") in "01":
             next_note += _NOTE_WAIT_S
             say(f"data: waiting for another process of this node, which makes {name}")

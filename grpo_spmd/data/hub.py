@@ -78,6 +78,7 @@ def ask(url: str) -> HubAnswer:
     token = _token()
 
     def request() -> HubAnswer:
+        """Sends the request and returns the hub's answer. Runs in a thread."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         head = urllib.request.Request(url, headers=headers, method="HEAD")
         try:
@@ -101,6 +102,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """Makes urllib raise HTTPError for a redirect and not follow it."""
 
     def redirect_request(self, *_: Any, **__: Any) -> None:
+        # None makes urllib raise HTTPError, with the redirect's status.
         return None
 
 

@@ -27,10 +27,12 @@ class PromptStream:
     def __init__(
         self, prompts: Sequence[Prompt], seed: int, shuffle: bool, position: int = 0
     ) -> None:
-        """`position` is where the stream begins. Without `shuffle` prompts are in their order."""
+        """`position` is where the stream begins. Without `shuffle` prompts stay in the order of the
+        data set."""
         self._prompts = prompts
         self._seed = seed
         self._shuffle = shuffle
+        # The rows in the order of the epoch `_order_epoch`, which is -1 before the first use.
         self._order_epoch = -1
         self._order: Sequence[int] = ()
         self.position = position
@@ -52,7 +54,7 @@ class PromptStream:
         return {}
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the step's prompts: none."""
+        """Returns the metrics of the step's prompts; only a TailStream has some."""
         return {}
 
     def at(self, position: int) -> Prompt:
@@ -117,14 +119,17 @@ class TailStream:
         A short round takes the next `num_launched` prompts of the stream. Any other round takes
         `num_prompts`: first those that wait, then the next of the stream.
         """
+        # The round is long if the prompts that wait fill a step.
         is_long = len(self._waiting) >= num_prompts
         self._round_metrics = {
             "rollout/tail_long_round": float(is_long),
             "rollout/tail_dropped_tokens_frac": 0.0,
         }
         epoch, offset = divmod(self.position, self._num_rows)
+        # True if a prompt of an earlier epoch still waits.
         has_old = bool(self._waiting) and self._waiting[0] // self._num_rows < epoch
         num_left_in_epoch = self._num_rows - offset
+        # A short round starts more prompts than the step needs, all of them of this epoch.
         fits = num_prompts < self._num_launched <= num_left_in_epoch
         if fits and not is_long and not has_old:
             return self._stream.take(self._num_launched)

@@ -43,7 +43,7 @@ _FOREIGN_COLUMN = re.compile(
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One usable row of a data set."""
+    """One row of a data set, with a usable prompt."""
 
     prompt: str | Messages
     columns: dict[str, Any]
@@ -53,7 +53,7 @@ class PromptRow:
 
 
 class SourceRow(NamedTuple):
-    """One row as it was read, before its prompt is made."""
+    """One row of a source as it was read, before its prompt is made from the columns."""
 
     number: int
     record: dict[str, Any]
@@ -63,7 +63,7 @@ class SourceRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """A data set that exists, but has not been read yet."""
+    """A data set (a file, folder or hub name) that was found, but has not been read yet."""
 
     prefix: str
     """The beginning of `PromptRow.where`; the row's number follows."""
@@ -104,6 +104,8 @@ class CachedRows(Sequence[PromptRow]):
         self.prefix = source.prefix
         self.num_bytes = source.num_bytes
         self._make_row = make_row
+        # Row i is the JSON in the bytes bounds[i] to bounds[i + 1] of the blob; numbers[i] is its
+        # number in the source.
         self._blob = entry.blob
         self._bounds = entry.arrays["bounds"]
         self._numbers = entry.arrays["numbers"]
@@ -125,6 +127,7 @@ class CachedRows(Sequence[PromptRow]):
         return self._decode(indices)
 
     def __iter__(self) -> Iterator[PromptRow]:
+        """Yields all rows in order. Many are decoded at a time, which is faster."""
         for start in range(0, len(self), _NUM_DECODED_ROWS):
             yield from self[start : start + _NUM_DECODED_ROWS]
 
@@ -152,10 +155,10 @@ def key_and_source(config: DataConfig, eval_set: str | None) -> tuple[str, str]:
 def read_rows(config: DataConfig, eval_set: str | None = None) -> Sequence[PromptRow]:
     """Returns all rows of `data.train`, or of a set of `data.eval`.
 
-    The first process of a node reads them into a file of the node's cache, which the others
-    memory-map. Rows with values that JSON cannot hold (dates, bytes, images) are not cached: each
-    process reads them into its memory. Raises ConfigError, which names the file and line or row, if
-    a file or a row cannot be read.
+    The first process of a node reads them into a file of the node's cache, which the node's other
+    processes memory-map. Rows with values that JSON cannot hold (dates, bytes, images) are not
+    cached: each process reads them into its memory. Raises ConfigError, which names the file and
+    line or row, if a file or a row cannot be read.
     """
     key, name = key_and_source(config, eval_set)
     if name.startswith("hub:"):
@@ -192,6 +195,7 @@ def _write_rows(
     writer.facts["is_json"] = True
 
     def write() -> Iterator[PromptRow]:
+        """Yields the rows as it reads them, and adds each one's line to the entry."""
         for number, record, line in source.read():
             yield make_row(record, f"{source.prefix}{number}")
             if line is None:
@@ -203,6 +207,7 @@ def _write_rows(
             bounds.append(bounds[-1] + len(line))
             numbers.append(number)
 
+    # overview_of reads `write()` to its end, which writes the rows to the entry.
     overview = overview_of(write())
     writer.arrays.update(bounds=bounds, numbers=numbers, sizes=overview.sizes)
     writer.facts.update(
@@ -259,6 +264,7 @@ def cached_result(
         return compute()
 
     def make(writer: EntryWriter) -> None:
+        """Computes the result and stores it in a new entry of the cache."""
         writer.facts["said"] = compute()
 
     entry = load_or_make(kind, [rows.inputs, inputs], rows.num_bytes, make, rows.prefix)
@@ -293,6 +299,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
     """
 
     def column(name: str, key: str) -> Any:
+        """Returns the record's value of a column, which the config key `key` names."""
         if name not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{location}: no column {name!r} ({key}); the columns are {columns}")
@@ -303,6 +310,7 @@ def _prompt_of(record: dict[str, Any], location: str, config: DataConfig) -> Any
         return column(config.prompt_key, "data.prompt_key")
 
     def text(name: str) -> str:
+        """Returns the record's value of a column as text, to be inserted into the template."""
         value = column(name, "data.prompt_template")
         if value is None:
             raise ConfigError(f"{location}: the column {name!r} (data.prompt_template) is null")
@@ -315,6 +323,7 @@ def fill_columns(template: str, text_of: Callable[[str], str]) -> str:
     """Returns a template in which each column name in braces is replaced by `text_of(name)`."""
 
     def fill(match: re.Match[str]) -> str:
+        """Returns what replaces a match of _COLUMN: itself after a LaTeX command, else the text."""
         return match[0] if match[1] is not None else text_of(match[2])
 
     return _COLUMN.sub(fill, template)
@@ -341,6 +350,8 @@ def _checked_messages(prompt: Any, location: str, config: DataConfig) -> Message
 
 
 def _is_message(value: Any) -> bool:
+    """Returns True for a chat message: a dict with a role, and with a content that may be None."""
+    # The default 0 has none of the allowed types, so that a message without content is refused.
     return (
         isinstance(value, dict)
         and isinstance(value.get("role"), str)
@@ -366,7 +377,8 @@ def _is_unicode(prompt: str | Messages) -> bool:
 def _find_file(path: Path, key: str) -> Source:
     """Returns the Source of a jsonl or parquet file, or of a folder of parquet files.
 
-    Raises ConfigError if it cannot be opened.
+    `key` is the config key that names the path, for messages. Raises ConfigError if it cannot be
+    opened.
     """
     is_jsonl = path.name.endswith(".jsonl")
     inputs = None
@@ -381,6 +393,7 @@ def _find_file(path: Path, key: str) -> Source:
         raise _read_error(path, key, error) from None
 
     def read() -> Iterator[SourceRow]:
+        """Yields the file's rows. Raises ConfigError if it cannot be read, or was changed."""
         try:
             yield from _read_jsonl(path) if is_jsonl else _read_parquet(path, key)
             if is_file and stamp(path.stat()) != stamp(state):
@@ -394,6 +407,7 @@ def _find_file(path: Path, key: str) -> Source:
 
 
 def _read_error(path: Path, key: str, error: OSError) -> ConfigError:
+    """Returns the error for a path that cannot be read; `key` is the config key that names it."""
     reason = error.strerror or error
     return ConfigError(f"{key}: cannot read {path}: {reason}{path_remark(path)}")
 
@@ -515,6 +529,7 @@ def _find_hub(source: str, key: str) -> Source:
         inputs = [source, versions_of("datasets"), digests, features, len(dataset)]
 
     def read() -> Iterator[SourceRow]:
+        """Yields the rows of the data set."""
         for number, record in enumerate(dataset):
             yield SourceRow(number, dict(record), None)
 

@@ -111,12 +111,17 @@ def build_prompts(
     is_eval = eval_set is not None
 
     def make(writer: EntryWriter) -> None:
-        """Writes a cache entry with the tokens of all prompts that are not too long."""
+        """Writes a cache entry with the tokens of all prompts that are not too long.
+
+        Called by load_or_make if the cache does not have the entry. Raises ConfigError for a prompt
+        without tokens and, if data.on_long_prompt is "error", for one that is too long.
+        """
         # The tokens of prompt i are those from bounds[i] to bounds[i + 1].
         bounds = array("q", [0])
         numbers = array("q")
 
         def write() -> Iterator[tuple[int, dict[str, Any], Tokens]]:
+            """Adds the tokens of each prompt to the entry; yields (row number, columns, tokens)."""
             for number, row, token_ids in _tokenize(rows, tokenizer):
                 if len(token_ids) > config.max_prompt_tokens:
                     if config.on_long_prompt == "error":

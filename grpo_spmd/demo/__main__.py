@@ -53,6 +53,7 @@ def main() -> None:
     out = args.out or Path(".demo" if args.name == "countdown" else f".demo-{args.name}")
 
     def quit_cleanly(_: int) -> None:
+        """Handles Ctrl-C: removes the unfinished folder and ends the process."""
         interrupt.print_notice("demo: stopped by Ctrl-C; the demo's model is not made")
         shutil.rmtree(temporary_folder(out), ignore_errors=True)
         os._exit(1)

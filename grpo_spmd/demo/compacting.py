@@ -47,6 +47,7 @@ async def rollout(
     async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
 
         async def ask() -> Any:
+            """Requests the policy's next turn after `messages`."""
             return await client.chat.completions.create(
                 model=model, messages=messages, tools=_TOOLS
             )
@@ -72,6 +73,7 @@ async def rollout(
 
 
 def _count(room: Stockroom, arguments: str) -> str:
+    """Returns the tool's result for a call's arguments (JSON), or "error" if they do not fit."""
     try:
         return str(room.count(**json.loads(arguments)))
     # The model may write any arguments.

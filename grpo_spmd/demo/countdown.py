@@ -178,6 +178,8 @@ def make_countdown_model(folder: Path, seed: int, numbers: str, config: Any) -> 
     has_two = numbers == "2"
 
     def batch_of(step: int) -> list[Example]:
+        """Draws the examples of a step. With two numbers, those of later steps are the careless
+        teacher's; else all are correct."""
         if has_two:
             return _draw_batch(rng, 1 if step < _CORRECT_STEPS else _CARELESS_CORRECT_FRAC)
         # The tasks of three or four numbers are too many to list, so each batch draws new ones.
@@ -322,11 +324,13 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
     tasks = solvable_tasks()
 
     def encode(task: Task, text: str) -> list[int]:
+        """Returns the tokens of a task's prompt and an answer, as the reward model reads them."""
         ids = token_ids(prompt_text(*task) + text)
         # A completion of the full length was cut off, so it has no end token.
         return [*ids, 0] if len(text) < _MAX_LENGTH else ids
 
     def scores_of(sequences: list[list[int]]) -> torch.Tensor:
+        """Returns the score of each sequence, at its last token, as a tensor [sequences]."""
         lengths = [len(ids) for ids in sequences]
         hidden = model.model(input_ids=padded(sequences), use_cache=False).last_hidden_state
         ends = torch.tensor(lengths) - 1
@@ -337,6 +341,7 @@ def make_reward_model(folder: Path, base: Path, seed: int) -> None:
     fractions = []
 
     def loss_of(_: int) -> torch.Tensor:
+        """Returns the Bradley-Terry loss of new pairs of a correct and a wrong answer."""
         batch = rng.choices(tasks, k=_TASKS_PER_STEP)
         sequences = [encode(task, rng.choice(correct_equations(*task))) for task in batch]
         for _ in range(_WRONG_PER_TASK):

@@ -33,6 +33,7 @@ def reply_to(prompt: str) -> str:
 
 
 async def _answer(request: web.Request) -> web.Response:
+    """Answers a chat completion request with the judge's reply to its last message."""
     question = await request.json()
     message = {"role": "assistant", "content": reply_to(question["messages"][-1]["content"])}
     choice = {"index": 0, "message": message, "finish_reason": "stop"}

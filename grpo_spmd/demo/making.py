@@ -92,6 +92,7 @@ def make_model(
     model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
 
     def loss_of(step: int) -> torch.Tensor:
+        """Returns the cross-entropy of a step's examples, over their trained tokens."""
         batch = batch_of(step)
         input_ids = padded(example.token_ids for example in batch)
         is_trained = padded(example.is_trained for example in batch)

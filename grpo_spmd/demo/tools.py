@@ -2,8 +2,9 @@
 
 "c,f" asks how many of c and of f are in the stockroom; the tool `count` tells the number of one
 item, and "7,3" is an answer. The warm start trains first on correct episodes (two calls, then the
-answer), then on those of a careless teacher, who mostly guesses at once or looks up only one item.
-After the warm start three answers of ten are correct.
+answer), then on those of a careless teacher, who mostly guesses both counts at once or looks up
+only one item. After the warm start three answers of ten are correct, so that RL can improve the
+model.
 """
 
 from __future__ import annotations
@@ -186,9 +187,11 @@ def make_examples(
     # Cached: there are few different texts, and each occurs often.
     @functools.cache
     def encode(text: str) -> list[int]:
+        """Returns the tokens of a turn's text."""
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def example(step: int) -> Example:
+        """Draws one context of the teacher and returns it as an example for the warm start."""
         ids = []
         is_trained = []
         for text, is_answer in draw_turns(rng, step < _CORRECT_STEPS):

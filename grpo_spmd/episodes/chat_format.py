@@ -184,6 +184,8 @@ class PlainText:
         # The additional pair has the bounds of the text, for the loop below: at index -1 the end of
         # what is before the first token (0), at index len(ids) the begin of what is after the last.
         offsets = [*encoded["offset_mapping"], (len(text), 0)]
+        # The indices of special and added tokens. Those that the template wrote are trusted and
+        # stay; those that data spells become ordinary tokens below.
         special = [i for i, token_id in enumerate(ids) if token_id in self._texts] if data else []
         spans = sorted(data)
         ends = [end for _, end in spans]
@@ -327,13 +329,15 @@ def without_surrogates(text: str) -> str:
 
 @dataclass(frozen=True)
 class _HistoryRule:
-    """How the template treats earlier turns when messages of one kind follow them."""
+    """How the chat template treats earlier turns when messages of one kind (results of tools, or a
+    user's messages) follow them."""
 
     end_text: str
     """The text after a turn's own words, up to and including the token that ends the turn."""
     end_token: str
     """The text of the token that ends the turn."""
     end_id: int
+    """The id of the token that ends the turn."""
     replaced_end: str | None
     """The text of the token that ends a turn as long as no messages follow; None if `end_token`
     ends the turn then, too."""
@@ -388,7 +392,9 @@ class ChatFormat:
         # training.
         self._hidden_tools = [name for name in map(_tool_name, tools) if name not in prompt]
         self._trial_tool = _tool_name(tools[0]) if tools else "function"
+        # Rules by kind and tools, for each list of tools that was tried.
         self._rules_by_tools: dict[str, _HistoryRule | TemplateError] = {}
+        # By kind of message: the rule with the tools that are known at the start.
         self._rules: dict[Kind, _HistoryRule] = {}
         for kind in _WORDS:
             self._try_kind(kind, tools, is_sure=kind == _SURE_KINDS.get(environment))
@@ -693,10 +699,12 @@ def complete(messages: Sequence[Message]) -> list[Message]:
 
 
 def _tool_name(tool: Fields) -> str:
+    """Returns the name in a tool's JSON schema."""
     return str(tool.get("function", tool).get("name", ""))
 
 
 def _call_id(number: int) -> str:
+    """Returns an id for the tool call with this number in its message."""
     # Mistral's templates insist on ids of exactly nine letters and digits.
     return f"call{number:05d}"
 
@@ -722,5 +730,5 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _cut(text: str, cuts: Sequence[int]) -> list[str]:
-    """Returns the pieces of a text that is cut at these character indices."""
+    """Returns the pieces of a text that is cut before each of these character indices."""
     return [text[begin:end] for begin, end in pairwise([0, *cuts, len(text)])]

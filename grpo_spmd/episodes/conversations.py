@@ -39,7 +39,7 @@ Tools = list[Fields]
 
 @dataclass(frozen=True)
 class EpisodeLimits:
-    """The upper bounds of one episode."""
+    """The upper bounds of one episode, in turns and tokens."""
 
     max_turns: int
     max_tokens: int
@@ -62,6 +62,7 @@ class TreeTurn:
     new_ids: list[int]
     """The tokens of the context that follow all tokens of the parent."""
     completion: Completion | None = None
+    """What was sampled; None until the turn is finished."""
     reward: float | None = None
     """The reward of a gym environment for this turn."""
     messages: list[Message] = field(default_factory=list)
@@ -82,10 +83,12 @@ class TreeTurn:
     requested_tokens: int | None = None
     """The most tokens that the agent's request asks for; None if it sets no limit."""
     num_children: int = 0
+    """The number of turns that continue this one."""
     path: list[TreeTurn] = field(default_factory=list)
     """The turns from the root to this turn."""
 
     def __post_init__(self) -> None:
+        """Sets the path from the root, which does not change after a turn is made."""
         self.path = [*(self.parent.path if self.parent else ()), self]
 
     @property
@@ -98,11 +101,13 @@ class TreeTurn:
 
     @property
     def sampled_ids(self) -> list[int]:
+        """Returns the tokens that were sampled for this turn; none until it is finished."""
         return self.completion.token_ids if self.completion else []
 
     @property
     def context_ids(self) -> list[int]:
-        """Returns all tokens before the sampled ones."""
+        """Returns the context of the turn: all tokens of the conversation before the sampled
+        ones."""
         ids = self.token_ids()
         return ids[: len(ids) - len(self.sampled_ids)]
 
@@ -133,15 +138,18 @@ def join_turns(
 ) -> Completion:
     """Returns the completion of an episode: the sampled tokens of all turns, segment after segment.
 
-    A segment is the path to one of `leaves`. A shared turn is trained on once, in the first segment
-    that has it. The other arguments are those of the episode's record.
+    A segment is the path from a root to one of `leaves`, whose turns share one context. A turn that
+    several segments share is trained on once, in the first segment that has it. `opening` has the
+    messages before the first turn. The other arguments are fields of records.Episode.
     """
     token_ids = []
     logprobs = []
     segments = []
     turns: dict[TreeTurn, Turn] = {}
     for leaf in leaves:
+        # For each token of the context: True if it was sampled and is trained on in this segment.
         sampled = []
+        # The experts that an MoE's router chose for each token of the context; None without them.
         routes: Routes | None = None
         for turn in leaf.path:
             completion = turn.completion
@@ -182,7 +190,11 @@ def leaves_of(turns: Sequence[TreeTurn]) -> list[TreeTurn]:
 
 
 class OpenEpisode:
-    """The state of one running episode. Text that is in the context is never encoded again."""
+    """The state of one running episode: its context in tokens, its messages and sampled turns.
+
+    Text whose tokens are in the context is never encoded again, so that training sees the very
+    tokens that were sampled.
+    """
 
     def __init__(
         self,
@@ -191,7 +203,8 @@ class OpenEpisode:
         tools: Tools,
         prompt_ids: list[int],
     ) -> None:
-        """`prompt_ids` are the tokens of the messages `prompt`."""
+        """`prompt_ids` are the tokens of the messages `prompt`. If they leave no room for a turn,
+        the episode is over at once."""
         self._limits = limits
         self.tools = tools
         self.opening = prompt
@@ -252,8 +265,8 @@ class OpenEpisode:
         """Appends the environment's answer to the last turn, or sets the status if the episode is
         over.
 
-        `values` are those of the Reply (pool._ActValues). Raises ValueError if the template refuses
-        the answer, or if the answer is empty although the episode is not over.
+        `values` are the fields of the environment's Reply (pool._ActValues). Raises ValueError if
+        the template refuses the answer, or if the answer is empty although the episode is not over.
         """
         self._turn.reward = values["reward"]
         # A longer text has too many tokens with any tokenizer, so it is refused before it is
@@ -261,6 +274,7 @@ class OpenEpisode:
         max_chars = max(self.max_turn_tokens(), 0) * chat.max_token_chars
         self._num_tool_calls += values["num_calls"]
         self._num_tool_errors += values["num_errors"]
+        # True if the turn had calls, and all of them were invalid.
         only_invalid = 0 < values["num_calls"] <= values["num_invalid"]
         self._num_invalid_turns = self._num_invalid_turns + 1 if only_invalid else 0
         if values["done"]:
@@ -282,7 +296,8 @@ class OpenEpisode:
         *,
         has_tools: bool,
     ) -> Completion:
-        """Returns the completion of the episode, which must be over."""
+        """Returns the completion of the episode, which must be over. `rewards` has its rewards by
+        name, and `calls_s` the seconds of each call to its environment."""
         assert self.status is not None
         return join_turns(
             leaves_of(self.turns),
@@ -333,7 +348,7 @@ class OpenEpisode:
 
 @dataclass(frozen=True)
 class TurnAnswer:
-    """The answer to one request of the agent."""
+    """The policy's turn, as the answer to an agent's request for it."""
 
     message: Message
     finish_reason: str
@@ -342,12 +357,13 @@ class TurnAnswer:
 
 
 class ConversationTree:
-    """The conversations of one session."""
+    """The conversations of one agent session, as trees of turns (see the top of the file)."""
 
     def __init__(self, chat: ChatFormat, limits: EpisodeLimits) -> None:
         self._chat = chat
         self._limits = limits
         self._turns: list[TreeTurn] = []
+        # The episode's status for the limit that has refused a turn; None after an accepted turn.
         self._refused_status: str | None = None
 
     @property
@@ -430,10 +446,10 @@ class ConversationTree:
     ) -> Completion:
         """Returns the completion of the episode: the sampled tokens of all its finished turns.
 
-        An agent may have held several conversations. The turns of one that share their context are
-        a segment, and segments follow each other. The completion's messages are those of the
-        longest conversation; those of its first request are the completion's `opening`. A turn
-        whose client disconnected before it was sampled is left out: it was never finished.
+        An agent may have held several conversations. The turns that share one context are a
+        segment, and the completion has one segment after the other. Its messages are those of the
+        longest conversation; the messages of that conversation's first request are its `opening`. A
+        turn whose client disconnected before it was sampled is left out: it was never finished.
         """
         leaves = self._leaves()
         longest_leaf = _longest(leaves)
@@ -449,7 +465,7 @@ class ConversationTree:
         )
 
     def _leaves(self) -> list[TreeTurn]:
-        """Returns the leaves of the tree.
+        """Returns the finished turns that no finished turn continues; each ends a segment.
 
         Their order depends on their content alone, not on the times of requests.
         """
@@ -460,7 +476,11 @@ class ConversationTree:
         )
 
     def _new_turn(self, messages: list[Message], tools: Tools) -> TreeTurn:
-        """Returns the turn of a request; it is not in the tree yet. Raises ApiError."""
+        """Returns the turn for a request, which the caller adds to the tree. Raises ApiError.
+
+        Its parent is the earlier turn whose tokens its context begins with; without one, the turn
+        is the root of a new tree.
+        """
         parent = self._earlier_turn(messages, tools)
         policy_messages = frozenset[int]()
         if parent is not None:
@@ -539,9 +559,10 @@ class ConversationTree:
         return min(room, conversation_room, session_room)
 
     def _earlier_turn(self, messages: list[Message], tools: Tools) -> TreeTurn | None:
-        """Returns the finished turn with the most messages that begins the conversation, or None.
+        """Returns the finished turn whose messages begin the conversation, or None.
 
-        Among several such turns, one without a child is preferred.
+        Of several such turns it is the one with the most messages. Among equally long ones, a turn
+        without a child is preferred.
         """
         candidates = [
             turn
@@ -559,7 +580,7 @@ class ConversationTree:
         )
 
     def _longest_prefix(self, ids: list[int]) -> TreeTurn | None:
-        """Returns the finished turn with the most tokens with which `ids` begin, or None."""
+        """Returns the finished turn whose tokens are the longest beginning of `ids`, or None."""
         # Tokens are compared, not texts: a policy may sample other tokens than the tokenizer gives
         # for the same text.
         candidates = [turn for turn in self._turns if turn.sampled_ids and turn.is_prefix_of(ids)]
@@ -570,6 +591,7 @@ class ConversationTree:
         )
 
     def _too_long_error(self, length: str) -> ApiError:
+        """Returns the error for messages of `length` tokens, which the context has no room for."""
         return self._limit_error(
             TOO_LONG,
             f"This model's maximum context length is {self._limits.max_model_len} tokens, and "
@@ -583,11 +605,13 @@ class ConversationTree:
 
 
 def _call_id(turn_key: str, number: int) -> str:
+    """Returns the id of the turn's tool call with this number; it follows from the turn's key."""
     # Nine letters and digits: every template that writes ids accepts such an id.
     return hashlib.blake2b(f"{turn_key}.{number}".encode()).hexdigest()[:9]
 
 
 def _longest(leaves: Sequence[TreeTurn]) -> TreeTurn | None:
+    """Returns the leaf with the most messages, which ends the longest conversation, or None."""
     return max(leaves, key=lambda leaf: len(leaf.messages), default=None)
 
 

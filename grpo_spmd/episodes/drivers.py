@@ -55,7 +55,7 @@ _ACCESS = ("base_url", "api_key", "model")
 
 @dataclass
 class TrlDriver:
-    """Runs one episode at a time.
+    """Runs the episodes of tools and environments in TRL's form, one at a time in each worker.
 
     An environment is made once in each worker and reset for each episode, as in TRL.
     """
@@ -64,11 +64,11 @@ class TrlDriver:
     tools: Mapping[str, Function]
     """The functions in `environment.tools` by name."""
     helper_factories: Sequence[Factory]
-    """They make the *helpers*: the shipped objects in `environment.tools`, which have tools and no
-    reward, and take part in every episode."""
+    """The functions that make the *helpers*: the shipped objects in `environment.tools`, which have
+    tools and no reward, and take part in every episode."""
     factories: Mapping[str, Factory]
-    """They make environments. There is one entry with the name "", or several, of which each row
-    names one."""
+    """The functions that make environments, by name. There is one with the name "", or there are
+    several, and each row of the data names one of them."""
     reward_names: Sequence[str] = ()
     schemas: Sequence[Fields] = ()
     """JSON schemas of all tools."""
@@ -182,7 +182,8 @@ class TrlDriver:
         }
 
     def end(self) -> dict[str, float | None]:
-        """Returns {name of the environment's class: result of get_reward()}, or {} without it."""
+        """Returns {name of the environment's class: result of get_reward()}, the episode's reward;
+        {} if the class has no get_reward()."""
         get_reward = getattr(self.environment, "get_reward", None)
         if get_reward is None:
             return {}
@@ -264,6 +265,7 @@ def _outcomes(awaitables: Sequence[Awaitable[Any]]) -> list[tuple[Any, BaseExcep
     """Runs awaitables concurrently. Returns (result, None) or (None, error) for each of them."""
 
     async def outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
+        """Returns (result, None), or (None, error) if the awaitable raised."""
         try:
             return await awaitable, None
         # SystemExit too: it would end the loop, and the caller would wait for ever.
@@ -289,7 +291,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 class GymDriver:
-    """Runs one episode at a time.
+    """Runs the episodes of an environment with Gym's methods, one at a time in each worker.
 
     An environment that has no `reset` and begins with `init` (SkyRL) is made anew for each episode;
     others are made once for each worker.
@@ -319,6 +321,7 @@ class GymDriver:
         """Begins an episode. Returns {"messages": the messages to add to the prompt}."""
         self._messages = to_messages(row.get("prompt"))
         if self.environment is not None and not hasattr(self.environment, "reset"):
+            # An environment without close() is just dropped: bool() does nothing.
             resolve(getattr(self.environment, "close", bool)())
             self.environment = None
         if self.environment is None:
@@ -413,7 +416,7 @@ def to_messages(observation: Any) -> list[Message]:
 
 
 def _get(value: Any, name: str, default: Any = None) -> Any:
-    """Returns an entry of a mapping, or an attribute of another object."""
+    """Returns the entry `name` of a mapping, or the attribute `name` of another object."""
     if isinstance(value, Mapping):
         return value.get(name, default)
     return getattr(value, name, default)

@@ -79,7 +79,7 @@ class Call:
 
 @dataclass(eq=False)
 class _Session:
-    """One agent's access to the endpoint, for one conversation."""
+    """One agent's access to the endpoint, for one episode (a conversation of the engine)."""
 
     conversation: ConversationId
     token: bytes
@@ -90,7 +90,8 @@ class _Session:
     waited: tuple[float, float | None] = (0.0, None)
 
     def update_waited(self) -> None:
-        """Starts or stops the clock after `waiting` has changed."""
+        """Starts or stops the clock of `waited` after a request was added to `waiting` or
+        removed."""
         seconds, start = self.waited
         if self.waiting and start is None:
             self.waited = (seconds, time.monotonic())
@@ -115,6 +116,7 @@ class _Connection(web.RequestHandler):
         self.deadline = loop.call_later(endpoint.request_s, self._refuse, error)
 
     def connection_made(self, transport: Any) -> None:
+        """Admits the client, or refuses it if there are too many; asyncio calls it."""
         super().connection_made(transport)
         # With this limit a write is done only when its data has left this process, so that slow
         # readers are detected.
@@ -123,6 +125,7 @@ class _Connection(web.RequestHandler):
             self._refuse(_BUSY)
 
     def connection_lost(self, error: BaseException | None) -> None:
+        """Forgets the connection; asyncio calls it."""
         self.deadline.cancel()
         self._endpoint.connections.pop(self, None)
         super().connection_lost(error)
@@ -168,15 +171,20 @@ class Endpoint(AbstractContextManager["Endpoint"]):
     """The time between two interim answers (`100 Continue`) to a waiting client."""
 
     def __init__(self) -> None:
-        """Starts the server."""
+        """Starts the server in a thread of its own, on a free port of the loopback interface."""
         allow_files(2 * self.max_connections)
+        # The open sessions by their name in the address, and these names by conversation.
         self._sessions: dict[str, _Session] = {}
         self._names: dict[ConversationId, str] = {}
+        # The requests that `take` has not returned yet.
         self._calls: deque[Call] = deque()
         # The open connections, the oldest first. Only the server's thread uses it.
         self.connections: dict[_Connection, None] = {}
+        # The size of the bodies of all unanswered requests together.
         self._held_bytes = 0
         self._warned: set[str] = set()
+        # A pipe by which the server's thread wakes the rank's thread, which waits in
+        # EnvironmentPool.
         self._wakeup_read, self._wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._listening = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
         self._url = f"http://127.0.0.1:{self._listening.getsockname()[1]}/sessions"
@@ -192,7 +200,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        """Ends the server and all connections."""
+        """Ends the server, with its thread and all connections."""
         self._call_in_thread(self._is_stopping.set)
         self._thread.join()
         self._loop.close()
@@ -265,6 +273,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return seconds if start is None else seconds + time.monotonic() - start
 
     def _call_in_thread(self, function: Callable[..., object], *args: Any) -> None:
+        """Has the server's thread call `function(*args)`, without waiting for it."""
         # RuntimeError: the loop is closed, and with it all connections.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
@@ -284,6 +293,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
                 keepalive_timeout=_IDLE_S,
                 access_log=None,
                 auto_decompress=False,
+                # How long aiohttp reads on after an answer to a request whose body was not read.
                 lingering_time=self.request_s,
                 max_line_size=_MAX_HEADER_BYTES,
                 max_field_size=_MAX_HEADER_BYTES,
@@ -293,7 +303,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         )
         await self._is_stopping.wait()
         listener.close()
-        # One pass of the event loop, so that connections that were just accepted are in the list.
+        # One pass of the event loop, so that `server.connections` has those just accepted, too.
         await asyncio.sleep(0)
         for connection in server.connections:
             _abort(connection)
@@ -304,7 +314,7 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def admit(self, connection: _Connection) -> bool:
-        """Accepts a new connection, or returns False if it must be refused.
+        """Registers a new connection and returns True, or returns False if it must be refused.
 
         If there are too many connections, the oldest one of a stranger is aborted; without
         strangers the new connection must be refused. Runs in the server's thread.
@@ -346,7 +356,11 @@ class Endpoint(AbstractContextManager["Endpoint"]):
         return response
 
     def _session_of(self, request: web.BaseRequest) -> _Session:
-        """Returns the session that a request head names. Raises ApiError."""
+        """Returns the session that the path in a request's head names.
+
+        Raises ApiError if the path, token, method or body size is wrong. No byte of the body has
+        been read yet.
+        """
         path = _PATH.fullmatch(request.raw_path.partition("?")[0])
         if path is None:
             raise ApiError(
@@ -449,15 +463,18 @@ class Endpoint(AbstractContextManager["Endpoint"]):
 
 
 def _abort(connection: web.RequestHandler | web.BaseRequest) -> None:
+    """Closes a connection at once, without sending what is still to be sent."""
     if connection.transport is not None:
         connection.transport.abort()
 
 
 def _json_response(body: bytes, status: int = 200) -> web.Response:
+    """Returns a response with a JSON body."""
     return web.Response(body=body, status=status, content_type="application/json")
 
 
 def _error_response(error: ApiError, *, closes: bool) -> web.Response:
+    """Returns the response for an error; if `closes`, the connection is closed after it."""
     response = _json_response(error_body(error), error.status)
     if closes:
         response.force_close()
@@ -466,6 +483,7 @@ def _error_response(error: ApiError, *, closes: bool) -> web.Response:
 
 
 def _too_slow(request_s: float) -> ApiError:
+    """Returns the error for a request that has not arrived within `request_s` seconds."""
     return ApiError(408, "too_slow", f"the request did not arrive within {request_s:g} s")
 
 
@@ -479,10 +497,12 @@ def _tell_to_wait(request: web.BaseRequest) -> None:
 
 
 def _refuse_waiting(session: _Session) -> None:
+    """Answers a session's waiting requests with the error that the session has ended."""
     for call in session.waiting:
         _set_reply(call, _SESSION_ENDED)
 
 
 def _set_reply(call: Call, reply: web.Response | ApiError) -> None:
+    """Gives a call its answer unless it is over. Runs in the server's thread."""
     if not call.reply.done():
         call.reply.set_result(reply)

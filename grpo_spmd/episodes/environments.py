@@ -81,7 +81,7 @@ class RunningEpisode:
 
     @property
     def row(self) -> Fields:
-        """Returns the row of the data set, as environments get it."""
+        """Returns the row of the data set as environments get it: its columns and the prompt."""
         return {**self.prompt.columns, "prompt": self.prompt.text}
 
 
@@ -106,15 +106,16 @@ class Episodes:
     discount: float | None
     """The discount per turn in the reward of a gym episode; None means a plain sum."""
     finished: OnCompletion | None = None
-    """Called with each completion as soon as its episode is finished."""
+    """Called as finished(job, number, completion) as soon as an episode is finished."""
     completions: dict[ConversationId, Completion] = field(default_factory=dict)
     running: dict[ConversationId, RunningEpisode] = field(default_factory=dict)
     requests: Requests = field(default_factory=list)
     """The requests that `ready` has not returned yet."""
 
     def next_request(self, job: int, number: int, turns: Sequence[Completion]) -> Later:
-        """Begins a new episode, or takes the turn that a running one has finished.
+        """Begins an episode, or gives the turn that was just sampled to its running episode.
 
+        The engine calls it. `turns` are the conversation's completions so far; the last is new.
         Always returns LATER, as all ranks of an engine must return the same: only the first rank
         will know the next request, and gives it to the engine in `ready`.
         """
@@ -141,7 +142,7 @@ class Episodes:
         return requests
 
     def close(self) -> None:
-        """Ends the episodes that still run, because the generation was stopped."""
+        """Ends the episodes that still run because the generation was stopped."""
         for conversation in self.running:
             self.pool.drop(conversation)
         self.running.clear()
@@ -151,7 +152,7 @@ class Episodes:
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1))
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        """Handles the environment's answer or failure.
+        """Goes on with an episode after the answer or the failure of its environment.
 
         If an episode fails for the first time, it is run again with the same seeds.
         """
@@ -220,7 +221,10 @@ class Episodes:
             self._continue(episode)
 
     def _end(self, episode: RunningEpisode, rewards: Mapping[str, float | str | None]) -> None:
-        """Builds the completion of an episode whose rewards are known."""
+        """Ends an episode whose rewards are known: makes its completion and stores it.
+
+        `rewards` has the environment's rewards by name; a string says why one is unusable.
+        """
         state = episode.open
         facts = self.pool.facts
         values = {name: rewards.get(name) for name in facts.weights}
@@ -237,7 +241,10 @@ class Episodes:
         self._finish(episode, completion)
 
     def _fail(self, episode: RunningEpisode, failure: Failure) -> None:
-        """Runs a failed episode again, or records its second failure. Its process has ended."""
+        """Runs an episode again after its first failure, or records its second failure.
+
+        The process of its environment has ended.
+        """
         # The second attempt has the same seeds, so a failure by chance does not change the samples.
         if episode.attempt < _MAX_ATTEMPTS:
             episode.attempt += 1
@@ -299,18 +306,23 @@ class AgentEpisodes(Episodes):
         return requests
 
     def close(self) -> None:
+        """Closes the sessions at the endpoint and ends the episodes that still run."""
         for conversation in self.sessions:
             self.endpoint.close(conversation)
         self.sessions.clear()
         super().close()
 
     def _begin(self, episode: RunningEpisode) -> None:
+        """Opens a session at the endpoint, and starts the agent's code with access to it."""
         self.sessions[episode.conversation] = _Session(ConversationTree(self.chat, self.limits))
         access = self.endpoint.open(episode.conversation)
         self.pool.begin(episode.conversation, episode.row, episode.seed(-1), access)
 
     def _take_calls(self) -> None:
-        """Takes the calls that have arrived at the endpoint, and starts turns for them."""
+        """Moves requests from the endpoint to their sessions, and starts turns for idle sessions.
+
+        A request of a session that has ended is refused.
+        """
         for call in self.endpoint.take():
             session = self.sessions.get(call.conversation)
             if session is None or session.outcome is not None:
@@ -360,7 +372,8 @@ class AgentEpisodes(Episodes):
             self._sample_next(episode.conversation, session)
 
     def _take_reply(self, episode: RunningEpisode, reply: Reply | Failure) -> None:
-        """Handles the end of the agent's code. A turn that is being sampled is finished first."""
+        """Ends the attempt after the agent's code has ended; a turn that is being sampled is
+        finished first."""
         session = self.sessions[episode.conversation]
         # Nobody reads further answers.
         self.endpoint.close(episode.conversation)
@@ -370,7 +383,8 @@ class AgentEpisodes(Episodes):
             self._settle(episode, session, reply)
 
     def _settle(self, episode: RunningEpisode, session: _Session, outcome: Reply | Failure) -> None:
-        """Ends an attempt: the agent's code has ended, and no turn of it is being sampled."""
+        """Ends an attempt at an episode, as the agent's code has ended with `outcome`, and no turn
+        of its session is being sampled."""
         episode.calls_s.append(outcome.seconds)
         if isinstance(outcome, Failure):
             self._fail(episode, outcome)
@@ -411,6 +425,7 @@ def opening(prompt: str | list[Message], addition: Any) -> list[Message]:
 
 
 def _blocks(content: Any) -> list[Any]:
+    """Returns a message's content as a list of blocks; text becomes a single block."""
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
 
 

@@ -94,21 +94,29 @@ class ChatRequest:
 
 
 class _Function(msgspec.Struct):
+    """The function that a call names, or that a tool is; more keys of a tool are not read here."""
+
     name: str
     arguments: Any = None
 
 
 class _ToolCall(msgspec.Struct):
+    """A tool call in an assistant's message."""
+
     function: _Function
     id: str | None = None
 
 
 class _TextPart(msgspec.Struct):
+    """A part of a message's content; parts that are not text are refused."""
+
     type: Literal["text"]
     text: str
 
 
 class _Message(msgspec.Struct):
+    """A message of the conversation."""
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[_TextPart] | None = None
     name: str | None = None
@@ -118,11 +126,15 @@ class _Message(msgspec.Struct):
 
 
 class _Tool(msgspec.Struct):
+    """A tool that the policy may call."""
+
     type: Literal["function"]
     function: _Function
 
 
 class _StreamOptions(msgspec.Struct):
+    """The options of a streamed answer."""
+
     include_usage: bool | None = False
 
 
@@ -235,6 +247,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _invalid(message: str) -> ApiError:
+    """Returns the error for a malformed request."""
     return ApiError(400, "invalid_request", message)
 
 
@@ -315,6 +328,7 @@ def models_body() -> bytes:
 
 
 def _header(kind: str) -> Fields:
+    """Returns the fields with which each answer of this kind begins; the id is new each time."""
     return {
         "id": f"chatcmpl-{secrets.token_hex(8)}",
         "object": kind,

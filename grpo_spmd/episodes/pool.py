@@ -34,8 +34,8 @@ Method = Literal["begin", "act", "end"]
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """The facts about the user's environments and rewards, which the nursery reports at the
-    start."""
+    """The facts about the user's environments and rewards, reported at the start by the nursery:
+    the process that imports the user's code and forks workers."""
 
     kind: Literal["tools", "gym", "agent"]
     weights: dict[str, float]
@@ -47,7 +47,7 @@ class EnvironmentFacts:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a successful call."""
+    """The result of a call to an environment that succeeded."""
 
     method: Method
     values: Fields
@@ -57,7 +57,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Failure:
-    """The end of an episode whose environment failed."""
+    """The result of a call to an environment that failed, which ends the attempt at the episode."""
 
     status: str
     """"env_error" or "env_timeout"."""
@@ -67,7 +67,7 @@ class Failure:
 
 @dataclass
 class _LiveEpisode:
-    """An episode that runs in a worker."""
+    """An episode that has begun in a worker process."""
 
     worker: WorkerProcess
     used_s: float = 0.0
@@ -76,7 +76,7 @@ class _LiveEpisode:
 
 @dataclass
 class _Call:
-    """A call that a worker is running."""
+    """A call to an environment that a worker is running."""
 
     conversation: ConversationId
     method: Method
@@ -87,7 +87,7 @@ class _Call:
 
 
 class EnvironmentPool(ProcessPool):
-    """The environments' processes of one rank.
+    """The worker processes of one rank in which environments run, one episode at a time in each.
 
     Only the thread that made the pool may use it.
     """
@@ -125,13 +125,17 @@ class EnvironmentPool(ProcessPool):
         )
         self._config = environment
         self._facts: EnvironmentFacts | None = None
+        # The episodes that no worker has begun yet, with the message that begins each.
         self._waiting: deque[tuple[ConversationId, Fields]] = deque()
+        # The episodes that run in a worker.
         self._live: dict[ConversationId, _LiveEpisode] = {}
+        # The results that `poll` has not returned yet.
         self._replies: list[tuple[ConversationId, Reply | Failure]] = []
         # By number of a worker that ended between two calls: how it ended.
         self._ends: dict[int, str] = {}
         self._num_calls = 0
         self._warned = set[str]()
+        # Returns the seconds that an agent has waited for the engine; 0 if there are no agents.
         self._engine_s: Callable[[ConversationId], float] = lambda conversation: 0.0
 
     @property
@@ -189,7 +193,8 @@ class EnvironmentPool(ProcessPool):
         self._dispatch()
 
     def drop(self, conversation: ConversationId) -> None:
-        """Ends an episode in any state; its worker is killed."""
+        """Ends an episode, whether it waits for a worker or runs; a worker that runs it is
+        killed."""
         self._waiting = deque(entry for entry in self._waiting if entry[0] != conversation)
         # A reply of the episode may be waiting for `poll`.
         self._replies = [entry for entry in self._replies if entry[0] != conversation]
@@ -315,6 +320,7 @@ class EnvironmentPool(ProcessPool):
             self._fail(worker, "error", cut_middle(str(reply.get("failed")), 8_000))
 
     def _warn_once(self, kind: str, text: str) -> None:
+        """Logs a warning, unless this pool has logged one of the same `kind` before."""
         if kind not in self._warned:
             self._warned.add(kind)
             _log.warning("%s", cut_middle(text, 1_000))
@@ -365,12 +371,14 @@ class EnvironmentPool(ProcessPool):
             self._replies.append((call.conversation, failure))
 
     def _too_long(self, worker: WorkerProcess) -> str:
+        """Returns the reason of failure for a call whose deadline has passed (ProcessPool)."""
         return (
             f"took longer than environment.call_timeout_s={self._config.call_timeout_s:g}, or with "
             f"all calls of its episode longer than environment.timeout_s={self._config.timeout_s:g}"
         )
 
     def _ended(self, reason: str) -> Exception:
+        """Returns the exception for a nursery that ended: a ConfigError until it was ready."""
         return RewardError(reason) if self._facts is not None else ConfigError(reason)
 
 
@@ -387,6 +395,8 @@ class _MessageForm(msgspec.Struct):
 
 
 class _BeginValues(msgspec.Struct):
+    """The answer to the call that begins an episode: its tools, and what reset() has returned."""
+
     tools: list[Fields]
     messages: str | list[Any] | None = None
 
@@ -413,6 +423,8 @@ class _ActValues(msgspec.Struct):
 
 
 class _EndValues(msgspec.Struct):
+    """The rewards of an episode by name; a string says why a reward is unusable."""
+
     rewards: dict[str, _Reward | str | None]
     lost: str = ""
     """A warning that what a reward function logs is lost."""

@@ -38,7 +38,7 @@ _NUM_TAIL_TOKENS = 256
 
 @dataclass(frozen=True)
 class Parsed:
-    """The parsed message of a turn."""
+    """The parsed message of a turn of the policy, and how many of its tool calls are invalid."""
 
     message: Message
     """role, content and, if there are any, reasoning_content (with gpt-oss: thinking) and
@@ -66,6 +66,7 @@ class ReplyParser:
         if not reads_calls:
             fields.pop("tool_calls", None)
             self._template = {**self._template, "fields": fields}
+        # How a call begins in a turn, as a regular expression; "(?!)" matches nothing.
         calls = fields.get("tool_calls", {})
         literals = map(re.escape, _as_list(calls.get("open")))
         pattern = calls.get("open_pattern") or "|".join(literals)
@@ -165,6 +166,7 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
+    """Returns an entry of a response template (one text, a list of texts, or None) as a list."""
     return [value] if isinstance(value, str) else value or []
 
 
@@ -186,7 +188,7 @@ def _response_template(chat_template: str, anchors: list[str], ends: list[str]) 
 
 
 class _Function(msgspec.Struct):
-    """The form that a call's name and arguments must have."""
+    """The form that the name and the arguments of a tool call must have."""
 
     name: Annotated[str, msgspec.Meta(min_length=1)]
     arguments: Fields | str | None = None

@@ -30,6 +30,7 @@ from grpo_spmd.rewards.sandbox.sandbox import Limits, SandboxError, Session, che
 
 Factory = Callable[[], Any]
 
+# Limits of the tool `python`, and of an expression in `countdown`.
 _CALL_S = 8.0
 _EPISODE_CPU_S = 120.0
 _MEMORY_MIB = 1024
@@ -39,6 +40,7 @@ _MAX_EXPRESSION_CHARS = 256
 _EXPRESSION = "whole numbers, + - * / and brackets"
 # Raise this number with every change of what an index contains.
 _FORMAT = 1
+# Limits of the tool `search`: passages returned, words of a query, and lengths in characters.
 _MAX_RESULTS = 20
 _MAX_WORDS = 32
 _MAX_WORD_CHARS = 64
@@ -48,7 +50,7 @@ _SEARCH_S = 10.0
 
 
 class SandboxDown(BaseException):
-    """The sandbox itself failed.
+    """Raised if the sandbox itself failed, and not the code in it.
 
     This is a BaseException, because an Exception would be the tool's result for the policy, as if
     the policy's code had failed.
@@ -56,7 +58,8 @@ class SandboxDown(BaseException):
 
 
 class PythonTool:
-    """Runs Python code for the policy, with one interpreter for each episode.
+    """The shipped tool `python`: runs the policy's code in the sandbox, with one interpreter for
+    each episode.
 
     The interpreter is started at the first call.
     """
@@ -291,7 +294,7 @@ def index_of(corpus: Path) -> Path:
 
 
 def _is_complete(index: Path) -> bool:
-    """Returns whether the index exists and has not changed since it was completed."""
+    """Returns whether an index of a corpus exists and has not changed since it was completed."""
     with contextlib.suppress(OSError, UntrustedError), open_regular(index) as file:
         if read_note(index.parent, index.stem, os.fstat(file.fileno())) is not None:
             # Marks the index as used: the cache removes what was not used for a month.
@@ -301,7 +304,8 @@ def _is_complete(index: Path) -> bool:
 
 
 def _make_index(corpus: Path, index: Path) -> None:
-    """Makes the index as a temporary file and renames it when it is complete."""
+    """Makes the full-text index of a corpus as a temporary file, and renames it when it is
+    complete."""
     # The caller holds the index's lock, so a file that is here was left by a killed process.
     temporary = index.with_name(f"{index.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -325,7 +329,8 @@ def _make_index(corpus: Path, index: Path) -> None:
 
 
 def _passages(corpus: Path) -> Iterator[tuple[str, str]]:
-    """Yields (title, text) of each line. Raises ConfigError with the number of a malformed line."""
+    """Yields (title, text) of each line of a corpus. Raises ConfigError with the number of a
+    malformed line."""
     num_passages = 0
     with open_regular(corpus, follow=True) as file:
         for number, line in enumerate(file, 1):
@@ -347,10 +352,12 @@ def _passages(corpus: Path) -> Iterator[tuple[str, str]]:
 
 
 def _valid_unicode(text: str) -> str:
+    """Returns a text with "?" in the place of single surrogates, which sqlite cannot store."""
     return text.encode(errors="replace").decode()
 
 
 def _shorten(text: str) -> str:
+    """Returns the first _PASSAGE_CHARS characters of a text, with a note of how many were cut."""
     num_cut = len(text) - _PASSAGE_CHARS
     if num_cut <= 0:
         return text

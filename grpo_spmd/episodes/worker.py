@@ -69,6 +69,8 @@ def load(setup: Fields) -> tuple[Fields, Callable[[Worker], Answer]]:
     facts = {"kind": driver.kind, "weights": weights, "tools": driver.schemas}
 
     def make_answer(worker: Worker) -> Answer:
+        """Returns the function with which a forked worker answers the pool's calls."""
+        # With tools, the driver tells the pool which tool it calls, for reports of hanging calls.
         reporting: Driver = driver
         if isinstance(driver, TrlDriver):
             reporting = replace(driver, report_tool=lambda name: worker.say({"tool": name}))
@@ -145,7 +147,8 @@ def answer(driver: Driver, rewards: list[Reward], max_chars: int, message: Field
 
 
 def _values(driver: Driver, rewards: list[Reward], message: Fields) -> Fields:
-    """Runs one method of the driver and returns the values of the reply."""
+    """Runs the driver's method (begin, act or end) that the message names; returns the reply's
+    values, in the form that pool._FORMS has for the method."""
     if message["method"] == "begin":
         # Seeded for each episode, so that it does not depend on the process or the attempt.
         random.seed(message["seed"])

@@ -111,7 +111,8 @@ class FirstAnswer:
 
 
 class JsonClient:
-    """Sends JSON requests to one address."""
+    """Sends JSON requests to one address, and returns the JSON answers or raises
+    FailedCallError."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
         """The values of `headers` may be secrets: no error shows them."""
@@ -154,6 +155,7 @@ class JsonClient:
         from aiohttp.http_exceptions import HttpProcessingError
 
         def ask() -> Any:
+            """Makes the request in an event loop of its own."""
             return asyncio.run(self._ask(payload, limit_s, max_bytes))
 
         try:
@@ -232,7 +234,7 @@ class JsonClient:
             raise FailedCallError(message, may_retry=True, status=status) from None
 
     def malformed(self, error: UnexpectedError) -> FailedCallError:
-        """Returns the FailedCallError for an answer that is not as expected."""
+        """Returns the FailedCallError to raise for an answer that is not as expected."""
         message = f"answered {error}"
         if error.content != "":
             message += f": {self._redact(json.dumps(error.content, ensure_ascii=False))}"
@@ -282,7 +284,7 @@ def as_finite(value: Any) -> float:
 
 @dataclass(frozen=True)
 class PositionLogprobs:
-    """The server's logprobs at one position of a sequence."""
+    """A vLLM server's logprobs at one position of a sequence that it was given."""
 
     # The logprob of the sequence's own token at this position.
     logprob: float
@@ -293,7 +295,7 @@ class PositionLogprobs:
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """One model that a server offers."""
+    """One model that a server offers, by its answer to GET /models."""
 
     name: str = msgspec.field(name="id")
     # The largest number of tokens of prompt and completion together, or None if it is not given.
@@ -301,11 +303,14 @@ class ServedModel(msgspec.Struct, frozen=True):
 
 
 class _ModelList(msgspec.Struct):
+    """The part that is used of a server's answer to GET /models."""
+
     data: list[ServedModel]
 
 
 class PromptLogprobs:
-    """Asks a server for the prompt logprobs of one of its models."""
+    """Asks a vLLM server for prompt logprobs: those of the tokens of a given prompt, by one of its
+    models."""
 
     def __init__(self, url: str, headers: Mapping[str, str], model: str | None = None) -> None:
         """`url` ends with /completions. The values of `headers` may be secrets: no error shows
@@ -329,7 +334,8 @@ class PromptLogprobs:
     def ask(self, token_ids: Sequence[int], top_k: int, limit_s: float) -> list[PositionLogprobs]:
         """Returns the logprobs at each position of `token_ids` except the first.
 
-        Raises FailedCallError.
+        Each position has the prompt's own token and the `top_k` likeliest tokens. Raises
+        FailedCallError if there is no such answer within `limit_s` seconds.
         """
         ids = [int(token_id) for token_id in token_ids]
         body = {
@@ -354,7 +360,7 @@ class PromptLogprobs:
 
 
 class _Token(msgspec.Struct):
-    """The server's entry for one token at one position."""
+    """The server's entry in `prompt_logprobs` for one token at one position."""
 
     # vLLM sends -9999 for minus infinity. Rounding may make a probability larger than 1.
     logprob: Annotated[float, msgspec.Meta(gt=-9999.0, le=_ROUNDING)]
@@ -366,11 +372,16 @@ _Tokens = dict[Annotated[str, msgspec.Meta(pattern=r"^(0|[1-9][0-9]{0,8})\Z")], 
 
 
 class _Choice(msgspec.Struct):
+    """One choice of an answer. Each list has one entry for each token of the prompt."""
+
+    # None at the first token, which has no logprob.
     prompt_logprobs: list[_Tokens | None]
     prompt_token_ids: list[int] | None = None
 
 
 class _Answer(msgspec.Struct):
+    """The parts that are used of an answer to a request for prompt logprobs."""
+
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     model: str | None = None
 
@@ -399,8 +410,9 @@ def _read_positions(answer: Any, token_ids: Sequence[int], top_k: int) -> list[P
 def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) -> PositionLogprobs:
     """Returns the logprobs of one position.
 
-    `tokens` has the server's entries by token id. `prompt_token` is the id of the prompt's own
-    token. Raises UnexpectedError if they are not the `top_k` likeliest tokens and the prompt's own.
+    `tokens` has the server's entries by token id (as text). `prompt_token` is the id of the
+    prompt's own token. Raises UnexpectedError if the entries are not those of the `top_k` likeliest
+    tokens and of the prompt's own token.
     """
     if prompt_token not in tokens:
         raise UnexpectedError("prompt_logprobs without the prompt's own token at its position")
@@ -409,6 +421,7 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
     likeliest = dict(logprobs)
     if len(tokens) > top_k:
         del likeliest[prompt_token]
+    # True if the prompt's own token is likelier than one of the `top_k` likeliest tokens.
     is_above = prompt_token not in likeliest and logprobs[prompt_token] > min(
         likeliest.values(), default=0.0
     )
@@ -429,7 +442,8 @@ def _read_position(tokens: Mapping[str, _Token], prompt_token: str, top_k: int) 
 
 
 class ServerCalls:
-    """Makes a list of calls in threads of this process, under the limits of pool/call_limits.py.
+    """Makes a list of calls to servers in threads of this process, each under the limits of its
+    reward (pool/call_limits.py).
 
     The caller lets it work for some seconds at a time (`run_for`).
     """

@@ -84,6 +84,7 @@ class _UncachedLoader(machinery.SourceFileLoader):
     """Loads a file without writing a __pycache__ beside it or reading an older version from one."""
 
     def get_code(self, fullname: str) -> types.CodeType:
+        """Compiles the file's present source; importlib calls it."""
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
@@ -299,10 +300,12 @@ def check_gold(
 
 
 def _is_answer(gold: Any, _: Fields) -> bool:
+    """Returns True if a gold value is text or a number, which a completion can be compared with."""
     return not (gold is None or isinstance(gold, list | dict))
 
 
 def _find_number(gold: Any, _: Fields) -> Any:
+    """Returns a match of a number in a gold value, or None if there is none."""
     text = str(gold)
     # Search behind "####" first: most solutions end with "#### 42", and searching 100,000 whole
     # solutions takes seconds.

@@ -67,7 +67,7 @@ from grpo_spmd.rewards.verifiers import SHIPPED, run_tests
 
 @dataclass(frozen=True, kw_only=True)
 class RewardFacts:
-    """What a rank knows about a reward. Its function exists only in the worker processes."""
+    """What a rank knows about a reward whose function exists only in the worker processes."""
 
     # The name in metrics.
     name: str
@@ -84,7 +84,7 @@ class RewardFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Reward(RewardFacts):
-    """A reward and its function, as a worker process has it."""
+    """A reward with its function, which a worker process calls."""
 
     function: Function
     # If True, the function takes `environments`, and is called in the environments' processes.
@@ -260,6 +260,7 @@ def _with_args(
         args = {**args, "_wall_s": timeout_s - 1}
 
     def call(**columns: Any) -> Any:
+        """Calls `function` with the config's `args` and, unless it takes **, only its columns."""
         keywords = {**columns, **args}
         if not takes_any:
             keywords = {n: value for n, value in keywords.items() if n in parameters}

@@ -1,6 +1,5 @@
-"""This module computes all rewards of a run in one call: those of reward functions, then those of
-an
-ordered list of scorers.
+"""This module computes all rewards of a run in one call: first those of reward functions, then
+those of an ordered list of scorers.
 
 Reward functions run in the worker processes of pool/. Environments, judges and reward models are
 *scorers*: each computes further rewards for the completions that the functions have scored.
@@ -53,8 +52,8 @@ class Scorers:
         """
         completions = [completion for group in groups for completion in group.completions]
         played = [i for i, completion in enumerate(completions) if _has_turns(completion)]
-        # If all were played, the same objects are passed on: RewardPool recognizes a group whose
-        # calls it began early by the identity of the object.
+        # If all completions have turns, the same objects are passed on: RewardPool recognizes a
+        # group whose calls it began early by the identity of the object.
         if len(played) < len(completions):
             smaller = [
                 dataclasses.replace(group, completions=[*filter(_has_turns, group.completions)])
@@ -68,7 +67,8 @@ class Scorers:
             return scored
 
         def spread(values: Sequence[Any], default: Any) -> list[Any]:
-            """Returns one entry for each completion: its value, or `default` if not played."""
+            """Returns a list with an entry for each completion: its value, or `default` if it is an
+            episode without a turn."""
             by_completion = dict(zip(played, values, strict=True))
             return [by_completion.get(i, default) for i in range(len(completions))]
 
@@ -120,7 +120,7 @@ def merge_results(results: Sequence[ScoredRollouts]) -> ScoredRollouts:
     """Returns one record of the rewards that several scorers gave to the same completions.
 
     Its `rewards` (the weighted sums), `texts` and `reward_inputs` are left empty for the caller to
-    fill.
+    fill. The notes of a completion are merged by their kind, such as "logged" or "extra".
     """
     merged = ScoredRollouts()
     for result in results:
@@ -138,7 +138,10 @@ def sum_rewards(
     weights: Mapping[str, float],
     num_completions: int,
 ) -> list[float | None]:
-    """Returns the weighted sum of each completion's rewards, None where it is unknown."""
+    """Returns for each completion the weighted sum of its rewards, or None if it is unknown.
+
+    `by_name` has each reward's values, one for each completion.
+    """
     # A run without rewards learns from a teacher alone.
     if not weights:
         return [0.0] * num_completions
@@ -154,7 +157,8 @@ def weighted_sum(pairs: Sequence[tuple[float, float | None]]) -> float | None:
     Returns None if all rewards are None or one is NaN. A reward of weight 0 is only watched and
     ignored here. If all weights are 0 (the policy learns from a teacher), returns the plain sum.
     """
-    # Watched rewards are removed, so that one that is known does not turn an unknown sum into 0.0.
+    # Watched rewards (weight 0) are removed: if such a reward were the only one that is known, the
+    # sum would be 0.0 instead of unknown.
     pairs = [pair for pair in pairs if pair[0]] or [(1.0, value) for _, value in pairs]
     products = [weight * value for weight, value in pairs if value is not None]
     total = sum(products)

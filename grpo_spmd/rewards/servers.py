@@ -92,7 +92,7 @@ class ServerFunction:
         completion_ids: Any,
         **columns: list[Any],
     ) -> list[float]:
-        """Returns the server's scores of the completions. Raises FailedCallError."""
+        """Returns the server's scores, one for each completion. Raises FailedCallError."""
         config = self._config
         if self._client is None:
             entry = f"{self._where}.headers_env"
@@ -132,6 +132,7 @@ class _Slime:
     one_at_a_time = True
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
+        """Returns the JSON of a request about the one completion that a call has."""
         return {
             "prompt": prompts[0],
             "response": completions[0],
@@ -140,7 +141,7 @@ class _Slime:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """Returns the score of the one completion that the request had.
+        """Returns a list with the score of the one completion that the request had (`number` is 1).
 
         Accepts a number, {"score": number} or the like, and each of these in a list of one.
         """
@@ -163,6 +164,7 @@ class _OpenRlhf:
     one_at_a_time = False
 
     def body(self, prompts: Sequence[Any], completions: Sequence[Any], columns: Columns) -> Any:
+        """Returns the JSON of a request about all completions of a call."""
         return {
             "query": [_join(p, c) for p, c in zip(prompts, completions, strict=True)],
             "prompts": list(prompts),
@@ -190,10 +192,14 @@ def _join(prompt: Any, completion: Any) -> Any:
 
 
 class _Message(msgspec.Struct):
+    """The message of a chat completion; only its text is used."""
+
     content: str
 
 
 class _Choice(msgspec.Struct):
+    """One reply of a chat completion."""
+
     message: _Message
     finish_reason: Any = None
 
@@ -206,7 +212,8 @@ class _ChatAnswer(msgspec.Struct):
 
 
 class Judge:
-    """The format of requests to a judge and of its answers."""
+    """The format of requests to a judge and of its answers: a rubric and one completion in a chat
+    request, and a score on the last line of the reply."""
 
     fields = ("model", "messages", "stream", "n")
     one_at_a_time = True
@@ -243,13 +250,16 @@ class Judge:
         }
 
     def scores(self, answer: Any, number: int) -> list[float]:
-        """Returns the score in a chat completion that a judge wrote; a request has one reply."""
+        """Returns a list with the score in a judge's chat completion.
+
+        A request is about one completion, so `number` is 1. Raises UnexpectedError.
+        """
         try:
             chat = msgspec.convert(answer, _ChatAnswer)
             choice = chat.choices[0]
         except (msgspec.ValidationError, IndexError):
             raise UnexpectedError("no choices[0].message.content") from None
-        # All answers must name the model of the first one.
+        # All answers must name the same model as the first one (FirstAnswer).
         self._first.check(chat.model)
         return [self.score_of(choice.message.content, choice.finish_reason)]
 
@@ -376,8 +386,8 @@ def check_pace(
 ) -> None:
     """Raises ConfigError if max_per_minute makes scoring take longer than the watchdog allows.
 
-    `step_shape` is (number of groups in a step, group size). `num_evaluated` is the number of
-    completions in an evaluation.
+    The watchdog stops a run in which a phase takes longer than its limit. `step_shape` is (number
+    of groups in a step, group size). `num_evaluated` is the number of completions in an evaluation.
     """
     num_groups, group_size = step_shape
     for index, config in enumerate(configs):

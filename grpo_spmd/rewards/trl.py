@@ -35,11 +35,13 @@ Function = Callable[..., Any]
 Counts = Mapping[str, Mapping[str, int]]
 # By reward and metric: (the sum of each call's values, the number of values in all calls).
 Logged = dict[str, dict[str, tuple[list[float], int]]]
+# Metrics of each reward that the trainer itself writes; a function may not log these names.
 _RESERVED_METRICS = (
     "mean", "std", "error_frac", "timeout_frac", "not_applicable_frac", "retried_frac",
     "call_s_p50", "call_s_p95", "retries",
 )  # fmt: skip
 _NAME = re.compile(r"\w[\w.:%@+=/ -]{0,79}")
+# The most names of metrics, or of columns, and the most characters of a value that are logged.
 _MAX_NAMES = 50
 _MAX_CHARS = 10_000
 # The largest absolute value of a metric: sums of larger values could overflow.
@@ -196,20 +198,19 @@ def limit_names(by_name: Mapping[str, Any]) -> Fields:
     alphabet.
 
     Because of that order, limiting the merged entries of several calls gives the same result
-    whether
-    or not each call's entries were limited before.
+    whether or not each call's entries were limited before.
     """
     return {name: by_name[name] for name in sorted(by_name)[:_MAX_NAMES]}
 
 
 def _is_name(name: Any) -> bool:
+    """Returns True if `name` may be the name of a metric or column (_NAME)."""
     return isinstance(name, str) and _NAME.fullmatch(name) is not None
 
 
 def _as_json(value: Any) -> Any:
-    """Returns `value` if it is short enough as JSON, None for NaN or infinity, else the beginning
-    of
-    its text."""
+    """Returns `value` if it is short enough as JSON, None for NaN or infinity, and otherwise the
+    beginning of its text."""
     if isinstance(value, str):
         return value[:_MAX_CHARS]
     if isinstance(value, float) and not math.isfinite(value):

@@ -121,6 +121,7 @@ def countdown(
     tasks = [countdown_task(numbers, goal) for numbers, goal in zip(nums, target, strict=True)]
 
     def is_solved(text: str, task: tuple[list[int], Fraction]) -> bool:
+        """Returns True if the equation in a completion's text solves the task."""
         equation = tagged(text, answer_tag)
         return equation is not None and _reaches(equation, *task)
 
@@ -306,6 +307,7 @@ def run_tests(
         num_passed = sum(passes_statements(code, statements, limits)) if statements else 0
         for num_done, pair in enumerate(pairs, start=len(statements)):
             remaining_s = min(time_s - sum(used), wall_end - time.monotonic())
+            # One failed test decides the score 0.0, so the others need not run.
             is_lost = not partial_credit and num_passed < num_done
             if remaining_s <= 0 or is_lost:
                 break

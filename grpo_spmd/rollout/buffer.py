@@ -53,7 +53,8 @@ Slot = tuple[int, int]
 
 
 class _Record(msgspec.Struct):
-    """One completion in a file. Its bytes stay in the mapped file until they are read."""
+    """One completion in a file of the buffer. The memoryviews refer to the memory-mapped file, so
+    their bytes are read from disk only when they are used."""
 
     position: int
     sample: int
@@ -66,11 +67,13 @@ class _Record(msgspec.Struct):
     episode: memoryview | None = None
     """The result of `encode_episode`; None without an environment."""
     routes: list[tuple[memoryview, tuple[int, int, int]]] = []
-    """The routes of each of the completion's contexts, and their shape; empty without any."""
+    """For each of the completion's contexts (several if it is an episode): its routes, which are
+    the experts that an MoE's router chose for each token, with their shape. Empty without routes.
+    """
 
 
 class _File(msgspec.Struct):
-    """The contents of a file."""
+    """The contents of one file of the buffer."""
 
     identity: dict[str, str]
     """The step, the weights and the settings of the completions, which are used only if these are
@@ -88,7 +91,8 @@ class StoredCompletion(NamedTuple):
 
 
 class RolloutBuffer:
-    """Keeps the completions of this rank, or its episodes, on disk during a step.
+    """Keeps this rank's finished completions on disk during a step; with an environment these are
+    its episodes.
 
     When a stopped run resumes, every rank finds what any of the ranks had kept. An error of the
     disk is logged as a warning and does not stop the run.
@@ -118,12 +122,13 @@ class RolloutBuffer:
             for name in ("temperature", "max_completion_tokens", "stop", "engine")
         }
         decisive = [seed, model.path, model.dtype, config_to_dict(model.lora), sampling]
-        # A loss that replays needs the routes.
+        # With router replay the stored completions must have routes, so the setting counts too.
         decisive.append(model.router_replay)
         if environment is not None:
             decisive.append(environment_id(environment, rewards))
         content = json.dumps(decisive, sort_keys=True).encode()
         self._sampling_id = hashlib.blake2b(content, digest_size=16).hexdigest()
+        # The step of the last `find`, and its completions that are not on disk yet.
         self._step = -1
         self._pending: list[_Record] = []
         self._last_write = time.monotonic()
@@ -150,7 +155,7 @@ class RolloutBuffer:
         return stored
 
     def _begin_step(self, step: int, weights_id: str) -> None:
-        """Forgets the previous step and reads the stored completions of `step`.
+        """Forgets the previous step, and reads from disk which completions of `step` are stored.
 
         Collective if completions of the step are on disk.
         """
@@ -197,7 +202,7 @@ class RolloutBuffer:
         _log.info("step %d: %d completions were sampled before the run was stopped", step, number)
 
     def read(self, stored: StoredCompletion) -> Completion:
-        """Returns a completion that `find` has listed."""
+        """Returns a completion that `find` has listed, read from its file."""
         record = self._map_file(stored.file).records[stored.number]
         token_ids = record.token_ids.cast("i").tolist()
         logprobs: list[Any] = record.logprobs.cast("d").tolist()
@@ -205,6 +210,8 @@ class RolloutBuffer:
         if record.episode is not None:
             episode = read_episode(json.loads(bytes(record.episode)), token_ids)
         completion = Completion(token_ids, logprobs, record.finish_reason, episode)
+        # A plain completion has the routes of one context, an episode those of each segment. Their
+        # shape is (tokens, layers, experts of a token).
         routes = [read_routes(content, n, (layers, k)) for content, (n, layers, k) in record.routes]
         if not routes:
             return completion
@@ -260,7 +267,8 @@ class RolloutBuffer:
             self.write()
 
     def write(self) -> None:
-        """Writes the completions kept since the last write, if there are any."""
+        """Writes the completions that were kept since the last write to a new file, if there are
+        any."""
         pending = self._pending
         self._pending = []
         self._last_write = time.monotonic()
@@ -309,6 +317,7 @@ def _prompt_digest(prompt: Prompt) -> str:
 
 
 def _folder(run_dir: str | Path, step: int) -> Path:
+    """Returns the folder with the files of a step."""
     return Path(run_dir, _FOLDER, f"step_{step:06d}")
 
 
@@ -339,6 +348,7 @@ def _files(settings: Any) -> Iterator[str]:
 
 
 def _file_digest(path: str) -> str:
+    """Returns the SHA-256 of a file, or the reason why it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:

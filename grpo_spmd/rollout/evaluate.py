@@ -66,7 +66,8 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Evaluator:
-    """Evaluates the policy on every held-out set."""
+    """Evaluates the policy on every held-out set: samples completions for its prompts, scores them,
+    and computes the metrics."""
 
     held_out: HeldOut
     engine: RolloutEngine
@@ -148,7 +149,8 @@ class Evaluator:
         }
 
     def _sample(self, policy_version: int) -> list[RolloutGroup]:
-        """Collective. Returns this rank's completions, each as a group."""
+        """Collective. Samples all completions of the evaluation, and returns those that this rank
+        scores, each as a group of one."""
         engine = self.engine
         conversations = generate(
             engine,
@@ -168,21 +170,25 @@ class Evaluator:
         return groups[engine.tp_rank :: engine.tp_size] if self.environments is None else groups
 
     def _task(self, conversation: ConversationId) -> EpisodeTask:
-        """Returns the prompt of a conversation, and the function for the seeds of its turns."""
+        """Returns the prompt of a conversation, and the function for the seeds of its turns.
+
+        A conversation is (slot, 0), as each completion of an evaluation is a job of its own.
+        """
         slot = conversation[0]
         name, _, sample = self._samples[slot]
         prompt = self._prompt(slot)
         return prompt, partial(rollout_seed, self.seed, f"eval/{name}", prompt.row, sample)
 
     def _prompt(self, slot: int) -> Prompt:
+        """Returns the prompt of a slot, the index of a completion among those of all sets."""
         name, index, _ = self._samples[slot]
         # The prompts may lie in a file, so only one is read.
         return self.held_out[name][index]
 
     def _summarise_sets(self, reports: Sequence[Mapping[str, Any]]) -> dict[str, Metrics]:
-        """Returns the metrics of each set from the scores of all ranks; runs on rank 0.
+        """Returns the metrics of each set from the reports of all ranks; runs on rank 0.
 
-        Each completion is in exactly one report.
+        `evaluate` makes the reports. Each completion is in exactly one report.
         """
         check_sampling((pair for report in reports for pair in report["sampling"]), self.config)
         # A verifier that always fails must not look like a policy that is never correct.
@@ -252,7 +258,7 @@ def check_sampling(sampling: Iterable[Sequence[float]], expected: EvalConfig) ->
 
 
 def outcomes_by_slot(groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> dict[int, Outcome]:
-    """Returns the outcome of each group by slot. Each group has a single completion."""
+    """Returns the outcome (the measured values) of each group's single completion, by slot."""
     # The verdict on a completion is its value of the first entry of `rewards`.
     verdicts = next(iter(scored.by_name.values()), [])
     outcomes = {}
@@ -291,6 +297,7 @@ def summarise(outcomes: Sequence[Outcome], num_samples: int) -> Metrics:
     metrics: Metrics = {"mean": mean(rewards) if rewards else None}
     for k in ks:
         metrics[f"pass_at_{k}"] = mean([pass_at_k(num_samples, n, k) for n in nums_correct])
+    # By prompt: the fraction of correct completions among those with the most common answer.
     votes = [majority([o.answer for o in p], [o.correct for o in p]) for p in prompts]
     return metrics | {
         f"maj_at_{num_samples}": mean(votes),

@@ -60,10 +60,14 @@ Key = tuple[int, int]
 
 
 class ModelReward:
-    """One reward model of the run. Its parameters are in host memory except while it scores."""
+    """One reward model of the run: a sequence classifier that scores the ranks' completions.
+
+    Its parameters are in host memory except while it scores.
+    """
 
     def __init__(self, name: str, model: RewardModel, texts: RewardTexts, max_tokens: int) -> None:
-        """`max_tokens` is the most tokens of a packed row."""
+        """`texts` encodes rollouts for the model; `max_tokens` is the most tokens of a packed
+        row."""
         self.name = name
         self._model = model
         self._texts = texts
@@ -76,8 +80,9 @@ class ModelReward:
     ) -> ScoredRollouts:
         """Collective. Returns the scores of this model; `texts` are the decoded completions.
 
-        If `check` is given, it computes scores again in a plain way, and every rank raises
-        Rank0Error if a score differs on any rank.
+        A completion that is too long for the model gets no score (its reward is None), one that
+        cannot be encoded gets NaN. If `check` is given, it computes scores again in a plain way,
+        and every rank raises Rank0Error if a score differs on any rank.
         """
         completions = [(group, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(self.name, len(completions))
@@ -118,13 +123,20 @@ class ModelReward:
 
     @torch.no_grad()
     def _score_row(self, texts: list[list[int]]) -> Tensor:
+        """Returns the scores of texts (token ids) that are packed into one row, in float32 [S].
+
+        Called by `score_over_ranks`. An empty row gives one value, which the caller leaves out.
+        """
         scores: Tensor = self._model(self._model.row_of(texts))
         return scores
 
 
 @dataclass
 class RewardModels:
-    """The Scorer for all reward models of the run. They score after the engine has finished."""
+    """The Scorer (rewards/scorers.py) for all reward models of the run.
+
+    They score after the engine has finished.
+    """
 
     models: Sequence[ModelReward]
     engine: RolloutEngine
@@ -135,7 +147,10 @@ class RewardModels:
     schedule: ProofSchedule
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Collective. Returns the models' scores, as a Scorer does."""
+        """Collective. Returns the scores of all reward models, in the form of Scorer.score.
+
+        `scored` has the decoded completions; the scores in it are not used.
+        """
         is_due = self.schedule.is_due(self.engine.policy_version or 0)
         # Puts the engine to sleep: from here on the reward models use the device's memory.
         self.engine.rest()
@@ -190,8 +205,8 @@ def score_over_ranks(
 ) -> list[float]:
     """Collective. Returns the score of each of this rank's `texts` (perhaps none).
 
-    `keys` identify the texts over all ranks. `score` takes the texts of a row, of at most
-    `max_tokens` tokens together and sorted by length, and returns their scores [S]. It is called
+    `keys` identify the texts over all ranks. `score` takes the S texts of a row, of at most
+    `max_tokens` tokens together and the longest first, and returns their scores [S]. It is called
     equally often on all ranks, so a row may be empty.
     """
     rank = dist.get_rank()
@@ -218,10 +233,11 @@ def score_over_ranks(
 def rows_of_ranks(
     reports: Sequence[tuple[Sequence[Any], list[int]]], max_tokens: int
 ) -> list[list[list[tuple[int, int]]]]:
-    """Returns for each rank its rows: the texts that go through the model together.
+    """Returns for each rank its rows; a row has the texts of one forward pass.
 
-    A text is (rank that has it, its index there). The longest text of a row comes first. `reports`
-    has the keys and the lengths of each rank's texts.
+    A text is given as (rank that has it, its index there). The longest text of a row comes first.
+    `reports` has, for each rank, the keys and the lengths in tokens of its texts. Every rank
+    computes the same result.
     """
     # Sorted by key, so that the order does not depend on which rank has which text.
     entries = sorted(
@@ -244,7 +260,7 @@ def rows_of_ranks(
 
 
 class TextError(ValueError):
-    """The error for a rollout that cannot be encoded for the model; the message says why."""
+    """Raised for a rollout that cannot be encoded for a reward model; the message says why."""
 
 
 class RewardTexts:
@@ -259,11 +275,12 @@ class RewardTexts:
     """
 
     def __init__(self, files: RewardModelFiles, policy_tokenizer: Any) -> None:
-        """Raises ConfigError if there is no tokenizer."""
+        """Loads the reward model's tokenizer. Raises ConfigError if there is none."""
         with errors_about(f"{files.where}.model"):
             self.tokenizer = load_tokenizer(str(files.folder))
             self._plain = PlainText(self.tokenizer)
         self._files = files
+        # True if each token of the policy has the same id in the reward model's vocabulary.
         self._shares_ids = (
             policy_tokenizer.get_vocab().items() <= self.tokenizer.get_vocab().items()
         )
@@ -282,7 +299,7 @@ class RewardTexts:
         return ids[-max_tokens:] if self._files.drops_start else None
 
     def _encode(self, prompt: Prompt, completion: Completion, text: str) -> list[int]:
-        """Returns all token ids of a rollout. Raises TextError."""
+        """Returns all token ids of a rollout, however many they are. Raises TextError."""
         episode = completion.episode
         before = prompt.text_before(completion)
         if isinstance(before, str):
@@ -315,9 +332,10 @@ class RewardTexts:
             raise TextError(f"cannot be shown to it: {error}") from None
 
     def _encode_text(self, prompt: str, completion: str) -> list[int]:
-        """Returns the tokens of plain text, including those that the tokenizer adds at both ends.
+        """Returns the tokens of a plain prompt and its completion, with the tokens that the
+        tokenizer adds at both ends (BOS, EOS).
 
-        The completion is data, the prompt is not.
+        Only the completion is data, in which no text may become a special token.
         """
         text = prompt + completion
         framed = self.tokenizer(text, return_special_tokens_mask=True)
@@ -326,6 +344,7 @@ class RewardTexts:
             text_ids = self._plain.encode(text, [(len(prompt), len(text))])
         except TemplateError as error:
             raise TextError(f"cannot be shown to it: {error}") from None
+        # The tokenizer has added the tokens before index `begin`, and those from index `end` on.
         is_added = framed["special_tokens_mask"]
         begin = is_added.index(0) if 0 in is_added else len(ids)
         end = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
@@ -336,12 +355,16 @@ class RewardTexts:
 
 
 class EngineJudge:
-    """One judge. It encodes prompts as tokens of the policy, and reads the scores in replies."""
+    """One judge: the policy in the run's engine, which reads a rubric and replies with a score.
+
+    This class encodes the judge's prompts as tokens of the policy, and reads the scores in replies.
+    """
 
     def __init__(
         self, entry: str, config: RewardConfig, tokenizer: Any, max_prompt_tokens: int
     ) -> None:
-        """`entry` is the judge's place in the config, such as "rewards.0".
+        """`entry` is the judge's place in the config, such as "rewards.0". `max_prompt_tokens` is
+        the most tokens of the judge's prompt, which is the rubric with a completion in it.
 
         Raises ConfigError for an unsuitable tokenizer, or for a rubric that leaves no room for a
         completion.
@@ -389,12 +412,12 @@ class EngineJudge:
         )
 
     def text_of(self, reply: Completion) -> str:
-        """Returns the text of a reply."""
+        """Returns the text of a judge's reply, without special tokens."""
         return str(self._tokenizer.decode(reply.token_ids, skip_special_tokens=True))
 
 
 class EngineJudges:
-    """The Scorer for all judges that the run's own vLLM engine serves.
+    """The Scorer (rewards/scorers.py) for all judges that the run's own vLLM engine serves.
 
     It scores while the engine is awake.
     """
@@ -422,7 +445,10 @@ class EngineJudges:
         self._check = check
 
     def score(self, groups: Sequence[RolloutGroup], scored: ScoredRollouts) -> ScoredRollouts:
-        """Collective. Returns the judges' scores, as a Scorer does."""
+        """Collective. Returns the scores of all judges, in the form of Scorer.score.
+
+        `scored` has the arguments of reward functions for each completion, which fill the rubrics.
+        """
         # With a cached prefix a prompt is computed in chunks of other sizes, which rounds
         # differently. The cache is emptied before, so that replies do not depend on earlier
         # samples, and after, so that later samples do not depend on what was judged.
@@ -434,7 +460,11 @@ class EngineJudges:
     def _score_with(
         self, judge: EngineJudge, groups: Sequence[RolloutGroup], scored: ScoredRollouts
     ) -> ScoredRollouts:
-        """Collective. Returns the scores of one judge."""
+        """Collective. Returns the scores of one judge.
+
+        A completion whose prompt is too long for the judge has no score (None). One that cannot be
+        shown to the judge, or whose reply has no score, gets NaN.
+        """
         keys = [(group.slot, n) for group in groups for n in range(len(group.completions))]
         column = RewardColumn(judge.name, len(keys))
         prompts: dict[Key, list[int]] = {}
@@ -483,6 +513,7 @@ class EngineJudges:
             prompt_ids = all_prompts[jobs[job][number]]
             return Request(
                 prompt_ids,
+                # None, since greedy decoding draws no random numbers.
                 seed=None,
                 temperature=0.0,
                 max_tokens=max_tokens,

@@ -4,7 +4,8 @@ It decides the random seeds, which rank scores which group, and what need not be
 a restart. A *slot* is the index of a prompt in the step. A *job* is a slot that still has
 completions to generate, and a *round* is one call of `Sampler.sample`. Slow rewards are called
 while other groups are still being sampled (`early_rewards`), the groups with the longest expected
-completions begin first (ExpectedLengths), and tail batching ends a step early (TailBatching).
+completions begin first (ExpectedLengths), and tail batching starts more prompts than the step
+trains on and keeps the groups that are complete first (TailBatching).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sampler:
-    """Samples groups of completions with the engine."""
+    """Samples the groups of completions of each step, with the engines of all ranks together."""
 
     engine: RolloutEngine
     group_size: int
@@ -49,9 +50,11 @@ class Sampler:
     lengths: ExpectedLengths | None = None
     """If set, the groups that are expected to take longest begin first."""
     tail: TailBatching | None = None
-    """If set, a round ends as soon as the step is full."""
+    """If set, more prompts are started than the step trains on, and a round ends as soon as enough
+    groups are complete."""
     environments: Environments | None = None
-    """If set, a completion is an episode; the first rank of an engine has the engine's episodes."""
+    """If set, a completion is an episode: several turns between the policy and an environment. The
+    first rank of an engine runs all episodes of the engine."""
     early_rewards: RewardPool | None = None
     """If set, slow rewards are called for a group as soon as it is complete (never for episodes).
 
@@ -77,11 +80,13 @@ class Sampler:
         stored = buffer.find(step, weights_id, prompts, self.group_size) if buffer else {}
         sampling = _Round(self, prompts, step, stored)
         stored_lengths = [(slot, entry.num_tokens) for (slot, _), entry in stored.items()]
+        # The expected tokens of a completion, by job.
         expected = None
         if self.lengths is not None:
             by_slot = self.lengths.estimate(prompts, stored_lengths)
             expected = [by_slot[slot] for slot in sampling.jobs]
         if self.tail is not None:
+            # The first rank of each engine reports the engine's complete groups.
             is_first = self.engine.tp_rank == 0
             sampling.race = self.tail.begin(sampling.missing, stored_lengths, is_first)
         start = time.perf_counter()
@@ -102,12 +107,14 @@ class Sampler:
             if buffer:
                 buffer.write()
         seconds = time.perf_counter() - start
+        # The step trains on all slots, unless tail batching has dropped some of them.
         slots = set(sampling.missing)
         if self.tail is not None and sampling.race is not None:
             slots = self.tail.settle(sampling.race, prompts)
         groups = sampling.groups(conversations, slots)
         if self.lengths is not None:
             dropped = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
+            # The ranks share out the dropped prompts, since rank 0 gets the records of all ranks.
             self.lengths.record(groups, dropped[sampling.rank :: sampling.num_ranks])
         return groups, seconds
 
@@ -127,11 +134,11 @@ def generate(
     engine, a list with one list [completion] for each of the job's conversations.
 
     Job j has `sizes[j]` conversations, which one engine samples. With environments a completion is
-    an episode, and only the first rank of an engine gets any. `task` returns the prompt of a
-    conversation and the function for its seeds. `evaluation` has the settings of an evaluation;
-    None for rollouts. `expected` has the expected tokens of one completion by job, equal on all
-    ranks; None if they are unknown. `hooks` are further fields of GenerationHooks, of which only
-    `on_completion` is used for episodes.
+    an episode, and only the first rank of an engine gets the engine's episodes. `task` returns the
+    prompt of a conversation and the function for its seeds. `evaluation` has the settings of an
+    evaluation; None for rollouts. `expected` has the expected tokens of one completion by job,
+    equal on all ranks; None if they are unknown. `hooks` are further fields of GenerationHooks, of
+    which only `on_completion` is used for episodes.
     """
     if environments is not None:
         return environments.generate(
@@ -145,7 +152,10 @@ def generate(
         )
 
     def next_request(job: int, number: int, turns: Sequence[Completion]) -> Request | None:
-        """Returns the request of a conversation, which has one turn."""
+        """Returns the request for the only turn of a conversation, or None once it is sampled.
+
+        The engine calls it. `number` is the conversation's number within the job.
+        """
         if turns:
             return None
         prompt, seed = task((job, number))
@@ -156,10 +166,11 @@ def generate(
 
 
 class _Round:
-    """One call of `Sampler.sample`: the missing samples, and the groups as they become complete.
+    """The state of one call of `Sampler.sample`: which samples are missing, and what was sampled.
 
-    A job is a slot with samples to generate. The ranks of an engine take its groups in turn as the
-    groups become complete. The order of completion is the same on all ranks of the engine.
+    A slot is the index of a prompt in the step, and a job is a slot with samples to generate. The
+    ranks of an engine take its groups in turn as the groups become complete. The order in which
+    groups become complete is the same on all ranks of the engine.
     """
 
     def __init__(
@@ -169,6 +180,8 @@ class _Round:
         step: int,
         stored: Mapping[Slot, StoredCompletion],
     ) -> None:
+        """`stored` has, by (slot, sample), the completions that an interrupted run has left on
+        disk; all others are sampled in this round."""
         engine = sampler.engine
         self._seed = sampler.seed
         self._buffer = sampler.buffer
@@ -176,6 +189,7 @@ class _Round:
         self._prompts = prompts
         self._step = step
         self._stored = stored
+        # By slot: the numbers of the samples that must be generated.
         self.missing = {
             slot: [sample for sample in self._samples if (slot, sample) not in stored]
             for slot in range(len(prompts))
@@ -188,8 +202,10 @@ class _Round:
         self._tp_rank = engine.tp_rank
         self.rank = engine.engine_rank * self._num_sharing + engine.tp_rank
         self.num_ranks = engine.num_engines * self._num_sharing
+        # Decides with tail batching when the round may end; None if every group is waited for.
         self.race: TailRace | None = None
         rewards = sampler.early_rewards if sampler.environments is None else None
+        # The pool that scores complete groups while others are sampled; None if no reward is slow.
         self.early = rewards if rewards is not None and rewards.has_slow_rewards else None
         self._tokenizer = sampler.tokenizer
         self._sampled: dict[Slot, Completion] = {}
@@ -208,7 +224,11 @@ class _Round:
         return prompt, partial(rollout_seed, self._seed, self._step - 1, prompt.position, sample)
 
     def finish(self, job: int, number: int, completion: Completion) -> None:
-        """Takes a finished completion. Called on all ranks of the engine, in the same order."""
+        """Stores a finished completion; once its group is complete, begins to score the group.
+
+        The engine calls it on all of its ranks, in the same order. `number` is the completion's
+        number within the job.
+        """
         slot = self.jobs[job]
         sample = self.missing[slot][number]
         # All ranks of an engine have the same completions, so only one writes them.
@@ -227,8 +247,8 @@ class _Round:
     def groups(self, jobs: Iterable[int], slots: set[int]) -> list[RolloutGroup]:
         """Returns the groups that this rank scores, in the order of their slots.
 
-        `jobs` are those that this engine has finished. `slots` are those that belong to the step:
-        with tail batching more are started than a step trains on.
+        `jobs` are the jobs that this engine has finished. `slots` are the slots that belong to the
+        step: with tail batching more prompts are started than a step trains on.
         """
         scored: list[int] = []
         # A group whose samples were all stored has no job. Such groups are distributed over the
@@ -242,11 +262,12 @@ class _Round:
         return [self._begun.get(slot) or self._build_group(slot) for slot in sorted(scored)]
 
     def _is_scored_here(self, slot: int) -> bool:
+        """Returns True if this rank, among those of its engine, scores the group of a slot."""
         return self._scoring_ranks.get(slot, 0) == self._tp_rank
 
     def _build_group(self, slot: int) -> RolloutGroup:
-        """Returns a group of the stored completions and those sampled now, in the order of
-        samples."""
+        """Returns the group of a slot: its stored completions and those sampled in this round, in
+        the order of their sample numbers."""
         completions = [
             self._buffer.read(self._stored[slot, sample])
             if self._buffer is not None and (slot, sample) in self._stored
@@ -259,10 +280,10 @@ class _Round:
 class ExpectedLengths:
     """Estimates the lengths of completions, so that the longest begin first.
 
-    The sampled tokens do not depend on it. The estimate for a prompt is the mean length of its
-    completions when it was last sampled in this launch, an epoch ago. Rank 0 keeps it for each row
-    that was sampled. A resumed run begins without estimates, which costs time and changes nothing
-    else.
+    The sampled tokens do not depend on the estimates. The estimate for a prompt is the mean length
+    of its completions when it was last sampled in this launch, an epoch ago. Rank 0 keeps this mean
+    for each row of the data that was sampled. A resumed run begins without estimates, which costs
+    time and changes nothing else.
     """
 
     def __init__(self) -> None:
@@ -275,7 +296,7 @@ class ExpectedLengths:
         self._report: list[tuple[int, float | None, int]] = []
 
     def record(self, groups: Sequence[RolloutGroup], dropped: Sequence[Prompt] = ()) -> None:
-        """Notes the groups that this rank sampled; rank 0 gets them with the next `estimate`.
+        """Notes the lengths of this rank's groups; rank 0 gets them with the next `estimate`.
 
         `dropped` are prompts whose groups tail batching has dropped. They were not finished when
         the other groups were, so they are counted as being as long as the longest of these.
@@ -309,7 +330,8 @@ class ExpectedLengths:
         reports: Sequence[Sequence[tuple[int, float | None, int]]],
         prompts: Sequence[Prompt],
     ) -> list[float]:
-        """Records the ranks' reports and returns the mean for each prompt; runs on rank 0."""
+        """Records the ranks' reports, and returns for each prompt the mean tokens of a completion
+        when it was last sampled. Runs on rank 0."""
         entries = [entry for report in reports for entry in report]
         means = [(row, mean) for row, mean, _ in entries if mean is not None]
         if means:
@@ -325,6 +347,8 @@ class TailRace:
     """One round of tail batching, which ends as soon as enough groups are complete on all engines
     together. Each rank has the view of its own engine.
 
+    The round has started more prompts than its step trains on. The groups that are complete first
+    make up the step; the others are dropped, and their prompts are sampled again in a later step.
     Engines count complete groups in the run's key-value store: when a group is complete, its engine
     raises the count by one. The new count is the group's place in the order of completion over all
     engines, so an engine knows it without waiting for the others.
@@ -339,14 +363,15 @@ class TailRace:
         is_first: bool,
     ) -> None:
         """`counter` is the key of the count in the store, and `num_wanted` the number of groups
-        that the step needs. `missing` has the samples to generate by slot; slots without any come
-        first in the order of completion.
+        that the step needs. `missing` has the samples to generate by slot; a slot without any is
+        complete from the start, so it comes first in the order of completion.
 
-        `stored_lengths` are (slot, tokens) of completions that need not be sampled. `is_first` is
-        True on the first rank of an engine, which reports for the engine.
+        `stored_lengths` has (slot, number of tokens) for each completion that need not be sampled.
+        `is_first` is True on the first rank of an engine, which reports for the engine.
         """
         self._counter = counter
         self._complete = [slot for slot, samples in missing.items() if not samples][:num_wanted]
+        # The number of groups that must become complete before the round may end.
         self._num_to_come = num_wanted - len(self._complete)
         self._stored_lengths = stored_lengths
         self._is_first = is_first
@@ -374,21 +399,29 @@ class TailRace:
         return count <= self._num_to_come
 
     def is_over(self) -> bool:
-        """Returns True if enough groups are complete, on all engines together."""
+        """Returns True if enough groups are complete, on all engines together, to fill the step."""
         return self._num_to_come <= 0 or count_up(self._counter, 0) >= self._num_to_come
 
     def drop(self, num_tokens: Sequence[int]) -> None:
-        """Takes the token count of each request that the engine drops."""
+        """Records the number of sampled tokens of each request that the engine drops.
+
+        The engine calls it when the round ends before these requests are finished.
+        """
         if self._is_first:
             self._lengths += [(None, tokens) for tokens in num_tokens if tokens]
 
     def report(self) -> tuple[list[Any], list[Any]]:
-        """Returns this rank's report for rank 0: its order and its lengths."""
+        """Returns (order, lengths), this rank's report for `decide`.
+
+        They are this engine's complete groups as (count, slot), and its completions as (slot,
+        tokens), where the slot of a dropped request is None. Both are empty unless this is the
+        engine's first rank.
+        """
         return self._order, self._lengths
 
     def decide(self, reports: Sequence[Any]) -> tuple[list[int], dict[str, float]]:
         """Returns (slots, metrics): the slots of the step, and the round's metrics. Runs on
-        rank 0."""
+        rank 0; `reports` has the reports of all ranks."""
         # Every rank has stopped reading the counter before it reports.
         delete_counter(self._counter)
         # Sorting by count gives the order of completion over all engines.
@@ -418,6 +451,7 @@ class TailBatching:
     num_prompts: int
     """The number of prompts of a step."""
     num_races: int = 0
+    """The number of rounds begun so far, from which each round's counter gets its own key."""
 
     def begin(
         self,
@@ -442,7 +476,7 @@ class TailBatching:
         )
 
     def settle(self, race: TailRace, prompts: Sequence[Prompt]) -> set[int]:
-        """Collective. Returns the slots of the step; the prompts of the other slots wait."""
+        """Collective. Returns the slots of the step, and puts off the prompts of other slots."""
         chosen, metrics = on_rank0(race.decide, race.report())
         slots = set(chosen)
         waiting = [prompt for slot, prompt in enumerate(prompts) if slot not in slots]
@@ -453,7 +487,8 @@ class TailBatching:
 def open_tail(
     fresh: PromptStream, num_rows: int, rollout: RolloutConfig, waiting: Sequence[int]
 ) -> tuple[TailStream, TailBatching]:
-    """Makes the stream and the batching for a run with tail batching.
+    """Returns (stream, batching) for a run with tail batching: the stream gives the prompts of each
+    step, and the batching decides which of their groups the step trains on.
 
     `waiting` has the positions in the stream of prompts that an earlier launch began and did not
     train on. Raises ConfigError if the data has fewer rows than one generation launches.

@@ -31,6 +31,7 @@ _MAX_FAILURES_IN_A_ROW = 20
 _PAUSE_S = 30.0
 _FIRST_RETRY_S = 0.5
 _MAX_RETRY_S = 30.0
+# The most seconds between two looks at which calls may start.
 _MAX_WAIT_S = 0.5
 # How a call ended. "put_off": the server is up, but has asked to be called again later.
 Outcome = Literal["ok", "failed", "put_off"]
@@ -67,20 +68,22 @@ class _Limit:
     max_concurrent: float
     # Seconds between the starts of two calls.
     interval_s: float
-    # Not reset between two scorings, so that no minute has too many calls.
+    # The earliest start of the next call, by `interval_s`. It is not reset between two scorings, so
+    # that no minute has too many calls.
     next_start: float = -math.inf
     num_running: int = 0
-    # The number of failures in a row, and the reason of the first of them.
+    # The number of calls that have failed in a row, and the reason of the first of these failures.
     num_failed: int = 0
     first_reason: str = ""
     paused_until: float = -math.inf
     # The call that tries the server after a pause, once it has started.
     probe: Call | None = None
+    # True if the server stayed down, so that no more calls are made in this scoring.
     has_given_up: bool = False
 
     @property
     def ready_at(self) -> float:
-        """The earliest time at which `interval_s` and a pause let a call start."""
+        """The earliest time at which a call may start, by `interval_s` and a pause."""
         return max(self.next_start, self.paused_until)
 
     @property
@@ -127,7 +130,10 @@ class CallLimits:
             limit.has_given_up = False
 
     def wait_for_all(self) -> None:
-        """Must be called when the caller begins to do nothing but wait for the calls."""
+        """Must be called when the engine has finished, and the caller only waits for the calls.
+
+        From then on a server that stays down is given up instead of being paused for again.
+        """
         self._is_waited_for = True
 
     def timeout_s(self, call: Call) -> float:
@@ -135,7 +141,7 @@ class CallLimits:
         return self._limits[call.reward].timeout_s
 
     def remaining_s(self, call: Call) -> float:
-        """Returns the seconds that a call may take if it starts now."""
+        """Returns the seconds that a call has left of its time limit if it starts now."""
         return self.timeout_s(call) - call.spent_s
 
     def take_next(self, calls: deque[Call]) -> Call | None:
@@ -178,7 +184,7 @@ class CallLimits:
         return replace(call, num_made=call.num_made - 1)
 
     def end(self, call: Call, outcome: Outcome, reason: str = "") -> None:
-        """Records how a started call ended. `reason` says why it failed."""
+        """Records how a started call ended, on which pauses depend. `reason` says why it failed."""
         limit = self._limits[call.reward]
         limit.num_running -= 1
         if outcome == "ok":
@@ -222,9 +228,10 @@ class CallLimits:
         return replace(call, error=reason)
 
     def take_given_up(self, calls: deque[Call]) -> list[Call]:
-        """Removes from `calls` those of rewards that were given up in this scoring.
+        """Removes from `calls` the calls of rewards that were given up in this scoring, because
+        their server is down.
 
-        Returns them with their `error` set.
+        Returns the removed calls with their `error` set.
         """
         hopeless = {i for i, limit in enumerate(self._limits) if limit.has_given_up}
         if not hopeless:
@@ -262,6 +269,8 @@ class CallLimits:
 def share_of(limit: int | None, rank: int, num_ranks: int) -> float:
     """Returns this rank's share of a limit over all ranks, or infinity if there is no limit.
 
+    The limit is a number of calls, at a time or per minute. servers.check_pace divides the groups
+    or completions that are to be scored in the same way.
     The share is at least 1, since `check_calls` refuses a limit below the number of ranks.
     """
     return math.inf if limit is None else limit // num_ranks + (rank < limit % num_ranks)

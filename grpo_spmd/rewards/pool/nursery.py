@@ -56,7 +56,7 @@ def to_frame(payload: bytes) -> bytes:
 def take_frame(buffer: bytearray, max_bytes: int = MAX_FRAME_BYTES) -> bytes | None:
     """Removes one message from the front of `buffer` and returns it, or None if it is incomplete.
 
-    Raises ValueError for one of more than `max_bytes`.
+    Raises ValueError for a message of more than `max_bytes` bytes.
     """
     end = 4 + int.from_bytes(buffer[:4], "big")
     if end > max_bytes:
@@ -69,7 +69,8 @@ def take_frame(buffer: bytearray, max_bytes: int = MAX_FRAME_BYTES) -> bytes | N
 
 
 class _Debugger(pdb.Pdb):
-    """A pdb that continues the program when commands piped to its stdin end."""
+    """The debugger for breakpoint() in a worker: pdb, but when commands that were piped to its
+    stdin end, it continues the program."""
 
     def do_EOF(self, arg: str) -> bool | None:
         """Leaves the debugger at Ctrl-D on a terminal, but continues at the end of piped commands.
@@ -162,7 +163,8 @@ class _Nursery:
     """The process that loads the user's code once and forks workers from it."""
 
     def __init__(self, rank_socket: socket.socket, parent_pid: int, load: Load) -> None:
-        """`rank_socket` is connected to the pool, in the process `parent_pid`."""
+        """`rank_socket` is connected to the pool, in the process `parent_pid` (the rank). `load`
+        loads the user's code."""
         self._rank_socket, self._load = rank_socket, load
         # By pid of a worker: the number by which the pool knows it.
         self._workers: dict[int, int] = {}
@@ -186,7 +188,8 @@ class _Nursery:
         self._end()
 
     def _serve(self) -> None:
-        """Loads the user's code, then forks and kills workers when the pool tells it to."""
+        """Loads the user's code and tells the pool how that went, then forks and kills workers as
+        the pool orders, until the pool closes the socket."""
         with open(int(sys.argv[2]), "rb") as file:
             setup = unpack(file.read())
         sys.path[:] = setup["sys_path"]

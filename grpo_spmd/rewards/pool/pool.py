@@ -44,18 +44,27 @@ class _Reply(msgspec.Struct):
     """
 
     values: list[float | str | None] | None = None
+    """For each completion the reward, or a string that says why it is unusable. None if the call
+    failed as a whole."""
     metrics: dict[str, tuple[float, int]] = {}
+    """What the function logged, by name: (sum of the values, number of values)."""
     extra: dict[str, list[Any]] = {}
+    """What the function logged for each completion, by column."""
     left_out: list[str] = []
+    """Descriptions of what could not be logged."""
     seconds: float = math.inf
     failed: str | None = None
+    """What happened if the function raised, or returned no list."""
     broken: str | None = None
+    """A fault that no completion can have caused, which stops the run."""
     quit: bool = False
+    """True if the user left the debugger."""
     failure: FailedCallError | None = None
+    """Set if the call failed because a server could not be asked."""
 
 
 class _Result(NamedTuple):
-    """The value of a reward for one completion."""
+    """The value of one reward for one completion, with its status (see protocol.py)."""
 
     # NaN if the call failed, None if the reward does not apply.
     value: float | None
@@ -65,7 +74,8 @@ class _Result(NamedTuple):
 
 @dataclass(eq=False)
 class _Sample:
-    """One completion to score. The keys of dicts are indices of rewards."""
+    """One completion to score, with the results so far. Indices of rewards are the keys of
+    `results` and `group_errors`."""
 
     text: str
     inputs: Fields
@@ -98,7 +108,8 @@ class RewardPool(ProcessPool):
         watched: Collection[str] = (),
         secrets: Collection[str] = (),
     ) -> None:
-        """Starts the nursery, which imports the rewards; `load_rewards` has checked them before.
+        """Starts the nursery (the process that forks workers), which imports the rewards;
+        `load_rewards` has checked them before.
 
         What reward functions print goes to `log_file`, which is created, with its folder, at the
         first scoring. `columns` are all columns of the data sets: functions get None for a column
@@ -133,11 +144,12 @@ class RewardPool(ProcessPool):
         self._limits = CallLimits(rewards, pool.timeout_s, *ranks)
         # The number of completions of the step over all ranks, while `score` runs for a step.
         self._num_step_completions: int | None = None
+        # The error of a call that was made while the engine sampled; `score` raises it.
         self._early_error: Exception | None = None
         self._start_over()
 
     def begin_step(self, state: TrainerState) -> None:
-        """Sets the `trainer_state` that reward functions get from now on."""
+        """Sets the `trainer_state` (TRL's argument) that reward functions get from now on."""
         self._state = state
 
     @property
@@ -148,9 +160,9 @@ class RewardPool(ProcessPool):
     def start_early(self, group: RolloutGroup, tokenizer: Any) -> None:
         """Queues the calls of the slow rewards for a group while other groups are still sampled.
 
-        Never waits. The same object must be among the next groups that `score` gets. An error is
-        kept, and raised by `score`. If the nursery has not imported the rewards yet, nothing is
-        done and `score` makes all calls.
+        Never waits. The same object `group` must be among the next groups that `score` gets. An
+        error is kept, and raised by `score`. If the nursery has not imported the rewards yet,
+        nothing is done and `score` makes all calls.
         """
         if self._early_error is not None:
             return
@@ -223,7 +235,7 @@ class RewardPool(ProcessPool):
         return scoring.scores()
 
     def _start_over(self) -> None:
-        """Resets the state for the next scoring."""
+        """Forgets the calls and results of this scoring, so that the next one begins afresh."""
         self._current = _Scoring(self._rewards, self._columns)
         self._num_step_completions = None
         self._early_error = None
@@ -243,7 +255,10 @@ class RewardPool(ProcessPool):
         return bool(self._current.calls or running)
 
     def _dispatch(self) -> None:
-        """Starts the calls that may start now, in idle workers and in new ones."""
+        """Starts the calls that may start now, in idle workers and in new ones.
+
+        Calls to a server that CallLimits has given up in this scoring fail at once.
+        """
         scoring = self._current
         limits = self._limits
         for call in limits.take_given_up(scoring.calls):
@@ -272,7 +287,10 @@ class RewardPool(ProcessPool):
                 self._discard(worker)
 
     def _answered(self, worker: WorkerProcess, message: Fields) -> None:
-        """Records the reply to a call. Raises RewardError for errors that end the run."""
+        """Records the reply to a call; if its server failed, the call may be queued again.
+
+        Raises RewardError for errors that end the run.
+        """
         call: Call = worker.call
         name = self._rewards[call.reward].name
         try:
@@ -311,7 +329,10 @@ class RewardPool(ProcessPool):
     def _failed(
         self, worker: WorkerProcess, call: Call | None, kind: HowItFailed, reason: str
     ) -> None:
-        """Records that a call failed. Does nothing for a worker that had no call."""
+        """Records that a call failed, by an error or a timeout (see ProcessPool).
+
+        `call` is None for a worker that had no call: then there is nothing to record.
+        """
         if call is None:
             return
         self._limits.end(call, "failed", reason)
@@ -323,6 +344,7 @@ class RewardPool(ProcessPool):
             self._stop_if_hopeless()
 
     def _too_long(self, worker: WorkerProcess) -> str:
+        """Returns the reason of failure for a call whose deadline has passed (ProcessPool)."""
         return f"took longer than timeout_s={self._limits.timeout_s(worker.call):g}"
 
     def _stop_if_hopeless(self) -> None:
@@ -344,7 +366,7 @@ class RewardPool(ProcessPool):
 
 @dataclass
 class _Queued:
-    """A group, and the rewards whose calls for it have been queued."""
+    """A group, and the indices of the rewards whose calls for the group have been queued."""
 
     # The reference keeps the group alive, so that no other object can get its id().
     group: RolloutGroup
@@ -385,7 +407,8 @@ class _Scoring:
         return queued.samples
 
     def _make_samples(self, group: RolloutGroup, tokenizer: Any) -> list[_Sample]:
-        """Returns a group's completions with their texts and the arguments of reward functions."""
+        """Returns a _Sample for each completion of a group: its text, and the arguments with which
+        reward functions are called for it."""
         token_ids = [completion.token_ids for completion in group.completions]
         texts = tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         needed = [name for reward in self._rewards for name in reward.needs]
@@ -425,8 +448,8 @@ class _Scoring:
         """Stores the values that a call's function logged, or the call's measurements
         (CallLimits.measure), at the call's first completion.
 
-        If that is later called alone as well, its values are added to those of the group's call;
-        of the seconds of a request only the last are kept.
+        If a later call is made for this completion alone, its values are added to those of the
+        group's call. Of the seconds of a request (".s") only the last value is kept.
         """
         if not metrics:
             return
@@ -539,7 +562,7 @@ class SlowRewards:
         self._excess_s = defaultdict[int, float](float)
 
     def add_call(self, reward: int, seconds: float, num_completions: int) -> None:
-        """Adds the seconds of a call for `num_completions` completions."""
+        """Records that a call for `num_completions` completions took `seconds`."""
         self._excess_s[reward] += seconds - _SLOW_S * num_completions
 
     def end_scoring(self) -> None:

@@ -59,7 +59,7 @@ HowItFailed = Literal["error", "timeout"]
 
 @dataclass(eq=False)
 class WorkerProcess:
-    """What the pool knows about one worker."""
+    """What the pool, in the rank's process, knows about one worker process."""
 
     number: int
     sock: socket.socket
@@ -101,9 +101,9 @@ def allow_files(number: int) -> None:
 
 
 class ProcessPool:
-    """A nursery and its workers; `close()` ends them.
+    """A nursery (the process that loads the user's code and forks workers) and its workers.
 
-    Only the thread that created the pool may use it.
+    `close()` ends them. Only the thread that created the pool may use it.
     """
 
     # What the workers run ("reward", "environment"), for messages.
@@ -141,6 +141,7 @@ class ProcessPool:
         self._log: int | None = None
         self._workers: dict[int, WorkerProcess] = {}
         self._num_started = 0
+        # The worker that has the rank's terminal, for a breakpoint in the user's code.
         self._debugged: WorkerProcess | None = None
         self._selector = selectors.DefaultSelector()
         self._nursery_output = tempfile.TemporaryFile()  # noqa: SIM115
@@ -247,7 +248,7 @@ class ProcessPool:
         self._bound_log()
 
     def _take_on(self, worker: WorkerProcess, call: Any, seconds: float) -> None:
-        """Records the call that a worker runs, and its deadline in `seconds` from now."""
+        """Records which call a worker runs, and that it must be answered in `seconds` from now."""
         worker.call = call
         worker.deadline = time.monotonic() + seconds
 
@@ -349,7 +350,8 @@ class ProcessPool:
         self._forget(worker)
 
     def _forget(self, worker: WorkerProcess) -> None:
-        """Forgets a worker and closes its socket."""
+        """Removes a worker from the pool's records and closes its socket, which ends an idle
+        worker."""
         self._release(worker)
         del self._workers[worker.number]
         if not worker.has_hung_up:
@@ -357,7 +359,8 @@ class ProcessPool:
         worker.sock.close()
 
     def _release(self, worker: WorkerProcess) -> None:
-        """Marks a worker as idle. If it had the terminal, the next waiting worker gets that."""
+        """Marks a worker as idle. If it had the rank's terminal (for its debugger), the next worker
+        that waits for the terminal gets it."""
         worker.call = None
         worker.deadline = math.inf
         worker.waiting_pid = 0
@@ -370,7 +373,7 @@ class ProcessPool:
     def _lend_terminal(self) -> None:
         """Lends the terminal to the oldest worker that waits for it, unless another worker has it.
 
-        The others wait at their breakpoints; this time does not count for their calls.
+        The other workers wait at their breakpoints; this time does not count for their calls.
         """
         waiting = [worker for worker in self._workers.values() if worker.waiting_pid]
         if self._debugged is None and waiting:
@@ -386,6 +389,7 @@ class ProcessPool:
         """Waits until the nursery has loaded the user's code, and returns the facts that it
         reports.
 
+        The subclass's program decides what these are (nursery.Load), such as the names of rewards.
         Raises the exception of `_ended` if the code cannot be loaded or the nursery ends.
         """
         deadline = time.monotonic() + _START_S
@@ -413,7 +417,8 @@ class ProcessPool:
         return dict(json.loads(payload))
 
     def _nursery_ended(self) -> Exception:
-        """Returns an exception with the nursery's exit code and the end of its output."""
+        """Returns the exception to raise after the nursery has ended, with its exit code and the
+        end of its output."""
         code = self._process.wait(10)
         self._nursery_output.seek(0)
         output = self._nursery_output.read().decode(errors="replace")[-MAX_ERROR_CHARS:]

@@ -54,6 +54,7 @@ def load(setup: Fields) -> tuple[list[Fields], Callable[[Worker], Answer]]:
         load_math_verify()
 
     def answer(message: Fields) -> Fields:
+        """Calls the reward that the pool's message names and returns the reply (call_reward)."""
         start = time.perf_counter()
         rows = [unpack(row) for row in message["rows"]]
         keywords = {name: [row[name] for row in rows] for name in rows[0]}
@@ -151,6 +152,7 @@ def _is_users(entry: TracebackType) -> bool:
 
 
 async def _finish(values: Awaitable[Any]) -> Any:
+    """Returns the result of an awaitable, as the coroutine that asyncio.run needs."""
     return await values
 
 

@@ -42,8 +42,10 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+# The bounds of the scratch folder, and of a file, the open files and the threads of the code.
 _SCRATCH_BYTES, _SCRATCH_INODES = 64 << 20, 1024
 _FILE_BYTES, _OPEN_FILES, _THREADS = 16 << 20, 64, 64
+# Flags of unshare(2) (CLONE_*) and of mount(2) (MS_*).
 _NEWUSER, _NEWNS, _NEWNET, _NEWIPC, _NEWUTS = 0x10000000, 0x20000, 0x40000000, 0x8000000, 0x4000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -88,7 +90,9 @@ _LANDLOCK_READ_FILE, _LANDLOCK_READ_DIR = 1 << 2, 1 << 3
 _LANDLOCK_WRITE = 1 << 1 | 1 << 4 | 1 << 5 | 1 << 7 | 1 << 8 | 1 << 12 | 1 << 14
 
 
-# A classic BPF instruction: operation, jump if true, jump if false, operand.
+# A classic BPF instruction: operation, jump if true, jump if false, operand. The operations are
+# 0x20 (load a word), 0x15 (jump if equal), 0x25 (if greater), 0x45 (if a bit is set), 0x06
+# (return).
 _Instruction = tuple[int, int, int, int]
 
 
@@ -264,6 +268,7 @@ def _seccomp(*, allow_threads: bool) -> None:
     pid = os.getpid()
 
     def load(offset: int) -> _Instruction:
+        """Returns the instruction that loads 32 bits at an offset in struct seccomp_data."""
         return 0x20, 0, 0, offset
 
     # For a listed value the next rule decides; it needs the number of the call loaded again.
@@ -279,8 +284,10 @@ def _seccomp(*, allow_threads: bool) -> None:
     ) -> list[_Instruction]:
         """Returns instructions that decide about `call` by one of its arguments.
 
-        `test` 0x15 (BPF_JEQ) asks whether the argument equals one of `values`, 0x45 (BPF_JSET)
-        whether it has one of these bits.
+        `call` has the system call's number on each architecture, `argument` is the argument's
+        offset, and `answers` are the instructions for (no value fits, a value fits). `test` 0x15
+        (BPF_JEQ) asks whether the argument equals one of `values`, 0x45 (BPF_JSET) whether it has
+        one of these bits.
         """
         tests = [(test, len(values) - i, 0, value) for i, value in enumerate(values)]
         return [(0x15, 0, len(values) + 3, call[column]), load(argument), *tests, *answers]
@@ -325,12 +332,14 @@ def _seccomp(*, allow_threads: bool) -> None:
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str | None) -> None:
+    """Calls mount(2); None stands for a null pointer. Raises OSError."""
     texts = [None if text is None else text.encode() for text in (source, target, kind, data)]
     if _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3]):
         raise OSError(_error())
 
 
 def _syscall(number: int, *arguments: Any) -> int:
+    """Makes the system call with this number; returns its result, or -1 if it failed."""
     wide = (
         ctypes.c_long(argument) if isinstance(argument, int) else argument for argument in arguments
     )
@@ -338,16 +347,18 @@ def _syscall(number: int, *arguments: Any) -> int:
 
 
 def _prctl(option: int, *arguments: int) -> int:
+    """Calls prctl(2), whose four further arguments are 0 if they are not given."""
     padded = [ctypes.c_ulong(value) for value in (*arguments, 0, 0, 0, 0)[:4]]
     return int(_libc.prctl(option, *padded))
 
 
 def _error() -> str:
+    """Returns the text for errno after a call of libc that failed."""
     return os.strerror(ctypes.get_errno())
 
 
 def _run_module(name: str, text: str) -> dict[str, Any]:
-    """Runs `text` as the module `name` and returns the module's names."""
+    """Runs the source `text` as a module called `name`; returns the module's dict of names."""
     module = types.ModuleType(name)
     sys.modules[name] = module
     _run_source(text, f"<{name}>", "exec", module.__dict__)
@@ -427,6 +438,7 @@ class Head(io.StringIO):
         self.num_cut = 0
 
     def write(self, text: str) -> int:
+        """Keeps what there is room for, and returns len(text) as if all had been written."""
         head = text[: self._room]
         self._room -= super().write(head)
         self.num_cut += len(text) - len(head)
@@ -492,14 +504,20 @@ def _run_cell(code: str, name: str, scope: dict[str, Any]) -> str:
 
 
 def _main(fd: int) -> None:
-    """Isolates this process, then runs the job that arrives on the socket `fd`."""
+    """Isolates this process, then runs the code of the job that arrives on the socket `fd`.
+
+    The job is the first message of sandbox.Jail. If the process cannot be isolated, it reports why
+    and ends without running the code.
+    """
     connection = socket.socket(fileno=fd)
     lines = connection.makefile("rb")
 
     def read() -> Any:
+        """Returns the trainer's next message."""
         return json.loads(lines.readline())
 
     def write(message: Any) -> None:
+        """Sends a message to the trainer."""
         connection.sendall(json.dumps(message).encode() + b"\n")
 
     job = read()
@@ -526,7 +544,7 @@ def _main(fd: int) -> None:
         _run_statements(job["code"], read, write)
     if job["mode"] == "cells":
         _run_cells(read, write)
-    # The code of a program does not get it.
+    # A program is judged by what it prints, so its code does not get the socket to the trainer.
     lines.close()
     connection.close()
     _run_module("__main__", job["code"])

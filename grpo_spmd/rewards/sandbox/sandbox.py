@@ -68,7 +68,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of one `Jail`."""
+    """The limits of one `Jail`, a process in which model-written code runs."""
 
     time_s: float
     """Seconds of wall time and of CPU time, not counting the start of the process."""
@@ -81,7 +81,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class _Statement:
-    """One statement of a test, as it is sent to the jail."""
+    """One statement of a test, with what decides whether it holds."""
 
     source: str
     expected: Any = None
@@ -169,6 +169,7 @@ def each_within(
     while len(values) < len(arguments):
         read_fd, write_fd = os.pipe()
         if (pid := os.fork()) == 0:
+            # The child computes the values that are still missing, and writes each to the pipe.
             try:
                 hard = resource.getrlimit(_AS)[1]
                 max_bytes = psutil.Process().memory_info().vms + (1 << 30)
@@ -201,7 +202,11 @@ def _parse(test: str) -> list[_Statement]:
 
 
 def _statement(node: ast.stmt) -> _Statement:
-    """Decides whether a statement is judged here, by the value of an expression, or in the jail."""
+    """Returns a statement of a test as a _Statement, with the decision where it is judged.
+
+    `assert EXPRESSION == LITERAL` is judged in this process, by the expression's value; any other
+    statement is judged in the jail.
+    """
     test = node.test if isinstance(node, ast.Assert) else None
     sides = []
     if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq]:
@@ -255,6 +260,7 @@ def _decode(encoded: Any) -> Any:
 
 
 def _lines(text: str) -> list[str]:
+    """Returns the lines of a text without white space at their ends, for a comparison."""
     return [line.rstrip() for line in text.rstrip().split("\n")]
 
 
@@ -341,6 +347,8 @@ class Jail(AbstractContextManager["Jail"]):
         os.close(self._lock)
 
     def _remaining_s(self) -> float:
+        """Returns the seconds until the deadline, at least 0.001: a timeout of 0 would make the
+        socket non-blocking."""
         return max(self._deadline - time.monotonic(), 0.001)
 
     def write(self, message: Any) -> None:
