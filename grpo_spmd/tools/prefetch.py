@@ -30,7 +30,7 @@ from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
 _PRINT_EVERY_S = 8.0
-T = TypeVar("T")
+T = TypeVar("T")  # what a fetch returns
 
 
 def main() -> None:
@@ -96,7 +96,8 @@ def _quit(number: int, frame: object) -> None:
 
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
-    """Fetches the files of a model that a run needs, and prints their number and size."""
+    """Fetches the files of the model `repo` that a run needs into `cache`, the hub's cache folder,
+    and prints their number and size. None as `revision` is the newest one."""
     # Not imported at the top, since it takes long.
     from grpo_spmd.model.config_json import fetch, files_at_hub
 
@@ -150,10 +151,12 @@ def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str
     done = threading.Event()
 
     def describe() -> str:
+        """Returns how much has been fetched so far, in which time."""
         written = size_text(_bytes_below(folder) - start_bytes)
         return f"{written} fetched in {time.monotonic() - start:.0f} s"
 
     def run() -> None:
+        """Prints the progress until `done` is set. It runs in a thread of its own."""
         while not done.wait(_PRINT_EVERY_S):
             show(f"prefetch: {name}: {describe()} so far")
 

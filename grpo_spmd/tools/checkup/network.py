@@ -25,8 +25,8 @@ from grpo_spmd.tools.checkup.results import (
     warning,
 )
 
-_DEFAULT_PORT = "29500"
-_SHORT_S = 600.0
+_DEFAULT_PORT = "29500"  # torchrun's
+_SHORT_S = 600.0  # less time than this left to a job is a warning
 # Variables whose values are not shown.
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 # Variables that must be the same on all ranks.
@@ -49,7 +49,8 @@ _SLOWING = {
 
 
 def check_host_name(target: Target) -> Iterator[Result]:
-    """Checks the interfaces that gloo and NCCL shall use, and the addresses of the host's name."""
+    """Checks that the network interfaces that variables name for gloo and NCCL exist, and that
+    other hosts can reach the address of this host's name, which gloo uses by default."""
     interfaces = [name for _, name in socket.if_nameindex()]
     # NCCL accepts the beginning of a name, gloo only the whole name.
     for variable, matches in (
@@ -113,7 +114,8 @@ def check_port(target: Target) -> Iterator[Result]:
 
 
 def _find_listener(port: int) -> str:
-    """Returns " by process PID (COMMAND)", or "" if the process belongs to somebody else."""
+    """Returns which process listens at the port: " by process PID (COMMAND)", or "" if it cannot be
+    told, since the process belongs to another user."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -169,7 +171,10 @@ def check_torchrun(target: Target) -> Iterator[Result]:
 
 
 def check_environment(target: Target) -> Iterator[Result]:
-    """Checks for variables that slow ranks down. All are facts, to be compared across ranks."""
+    """Checks for environment variables that slow ranks down.
+
+    The values of all variables that matter to a run are facts of the line, which are compared
+    across ranks."""
     facts: dict[str, str] = {}
     slow: list[str] = []
     for name, value in sorted(target.environ.items()):
