@@ -34,7 +34,7 @@ T = TypeVar("T")  # what a fetch returns
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command: fetches what the config names, and prints what was fetched."""
     hold_standard_streams()
     parser = OverridesParser(
         prog="python -m grpo_spmd.prefetch",
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         _fetch(load_config(args.config, args.overrides))
     except ConfigError as error:
-        # Errors of a run advise this very command.
+        # The remedy in some errors is to call this command, which has just failed.
         command = "`python -m grpo_spmd.prefetch --config ...`"
         refuse(ConfigError(str(error).replace(command, "this")))
 

@@ -164,6 +164,7 @@ class _RankCheckup:
     """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all."""
 
     def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
+        """Opens the page of results on rank 0; the other ranks print nothing."""
         self._args, self._target, self._launch = args, target, launch
         self._start = time.monotonic()
         self._results: list[tuple[str, Result]] = []
@@ -226,7 +227,9 @@ class _RankCheckup:
     def _follow(self, exchange: RankExchange) -> int:
         """Waits for rank 0's plan, does this rank's part of it, and returns rank 0's exit code.
 
-        Every rank except rank 0 calls it.
+        Every rank except rank 0 calls it. The plan says which ranks compare clocks and try the run
+        folder ("leaders", the first ranks of the other nodes), and whether all-reduces are measured
+        ("nodes" is not empty).
         """
         patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.wait_for_rank0("plan", patience_s)

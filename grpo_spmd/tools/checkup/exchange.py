@@ -329,6 +329,7 @@ def check_reports(
     # If a rank has no device, the all-reduces of the others fail as well. Their lines are left out,
     # since they do not tell the cause.
     yield from (line for line in lines if line.name != name or "device" not in failed)
+    # Ranks that had not finished at the deadline, with what they were doing.
     stuck = {
         rank: report.at for rank, report in reports.items() if report.at not in ("done", "failed")
     }

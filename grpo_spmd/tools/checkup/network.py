@@ -100,7 +100,8 @@ def check_port(target: Target) -> Iterator[Result]:
     remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
     try:
         with socket.socket() as trial:
-            # So that a port counts as free which a finished run still holds in TIME_WAIT.
+            # A port that a finished run still holds in the state TIME_WAIT counts as free, since
+            # ranks can use it.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # -1 raises OverflowError, while 0 would stand for any free port.
             trial.bind(("", int(text) or -1))
@@ -133,6 +134,7 @@ def check_hub(target: Target) -> Iterator[Result]:
     endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, text = ask(f"{endpoint}/api/models?limit=1")
     config = target.config
+    # Without a config, the hub counts as needed.
     sources = [config.data.train, *config.data.eval_sets.values()] if config else ["hub:"]
     is_local = not any(str(source).startswith("hub:") for source in sources)
     # A status such as 401 or 404 is an answer too.

@@ -120,11 +120,13 @@ class Pass:
         with torch.device("meta"):
             # Without triton on this machine the plain code is run, whose buffers are larger.
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
+            # The temperature, 1.0, has no effect on the memory.
             logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
             policy = Policy(hf_config, logits, attention, stored, group)
             if policy.saved:
-                # The implementation on a GPU. A loop over experts would need values, which fake
-                # tensors lack.
+                # Only a mixture of experts has parameters that are saved in another layout. This is
+                # its implementation on a GPU; a loop over experts would need the values of routes,
+                # which fake tensors lack.
                 policy.model.set_experts_implementation("grouped_mm")
             policy.requires_grad_(trains_all)
             if not trains_all:
@@ -140,6 +142,8 @@ class Pass:
     def _run_passes(self, policy: Policy, live: LiveBytes) -> None:
         """Runs a pass for logprobs, if the config has one, and a forward and backward pass, while
         `live` counts."""
+        # Only the numbers of tokens matter here. Ids, logprobs, advantages (1.0) and masks (True)
+        # may have any values.
         max_tokens = max(completion for _, completion in self.lengths)
         updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), max_tokens)
         rollouts = [
@@ -165,7 +169,8 @@ class Pass:
 def peaks_of(work: Pass) -> Peaks:
     """Returns the peaks of the passes with the model's full depth.
 
-    Raises ConfigError if transformers cannot build or run the model.
+    They are cached, since several plans of a command may need the same passes. Raises ConfigError
+    if transformers cannot build or run the model.
     """
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
@@ -184,6 +189,7 @@ def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[st
     peaks, depth = run(few)
     if depth > few:
         larger_peaks, _ = run(more)
+        # The difference of the two runs is the bytes of one layer; add it for each missing layer.
         for moment, usage in peaks.items():
             slope = larger_peaks[moment]
             slope.subtract(usage)
@@ -337,8 +343,8 @@ class LiveBytes(TorchDispatchMode):
         shape = tuple(tensor.shape)
         is_product = self._on_gpu and func is torch.ops.aten.mm.default
         if is_product and shape[0] == self._vocabulary and tensor.dtype != torch.float32:
-            # This product is a part of the lm_head's float32 gradient. On a GPU it is added to the
-            # gradient in place and takes no memory (logprobs.add_product).
+            # This matrix product is a part of the lm_head's gradient, which is float32. On a GPU it
+            # is added to the gradient in place and takes no memory (logprobs.add_product).
             return
         is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
         if is_sum and shape in self._shapes:

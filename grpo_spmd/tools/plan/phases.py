@@ -491,6 +491,7 @@ def plan_phases(
     `peaks` are the result of `merge_peaks`, and `models` are the side models.
     """
     config, state, offload = case.config, case.state, case.config.model.offload
+    # Memory outside of tensors, which is there in every phase.
     fixed = Usage({"CUDA context": CONTEXT, "NCCL": nccl_bytes(case)})
     fixed["CUDA graphs, workspaces"] = graph_bytes(case)
     policy = Usage(policy=4 * state.trained, base=state.base)
@@ -512,12 +513,14 @@ def plan_phases(
     if config.optimizer.name == "adamw_8bit":
         step["optimizer's chunk"] = STEP_BYTES
     update = max(peaks.update, step, key=Usage.total)
+    # For each reward model the device memory while it scores.
     scored = [
         # While reward models score, one after the other, the engine sleeps.
         awake + Usage({model.side.name: model.num_bytes}) + with_fragmentation(model.peaks.scoring)
         for model in models
         if not model.waits
     ]
+    # Teachers and a critic, which come to the device with the trainer's tensors.
     waiting = Usage({model.side.name: model.num_bytes for model in models if model.waits})
     whole_trainer = (
         trainer + waiting + Usage(routes=route_bytes(config, case.model, case.num_ranks))
@@ -710,6 +713,7 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
     # the card; in a phase that does not fit, a smaller one.
     fraction, holds_no_rollout = rollout.gpu_memory_utilization, not plan.kv_cache.full_length
     fractions: list[float] = []
+    # In a weight sync the KV cache is not on the device, so a smaller fraction does not help there.
     if with_engine - {"weight_sync"}:
         smaller = (fraction + plan.margin_gib / plan.case.card.gib, fraction / 2)
         fractions += [value for value in smaller if value >= 0.01]

@@ -275,6 +275,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     # The median over the steps, so that a single huge penalty does not set the scale.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
     counts = {}
+    # (True if it is beyond the first ones of its kind, kind, row)
     ranked = []
     for kind, order in _KIND_ORDERS.items():
         members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]

@@ -174,7 +174,7 @@ class TokenDifferences:
         index = int(sizes.argmax())
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         piece = f" {pieces[index]!r:.40}" if pieces and pieces[index] else ""
-        # None stands for a mean that is not finite.
+        # The record has None for a mean that is not finite.
         mean = "inf" if scores.difference_mean is None else number(scores.difference_mean)
         return (
             f"policy - engine: mean {mean}, largest {number(float(sizes[index]))} nats "
