@@ -618,6 +618,7 @@ def main() -> None:
         entries, notes = translate(script, options, args.script.stem)
     except ConfigError as error:
         refuse(error)
+    # A note is "TITLE: TEXT". A setting without a note was translated.
     titles = [notes[name].partition(":")[0] for name in script.settings if name in notes]
     summary = (
         f"{args.script.name}: {len(script.settings)} settings of {script.trainer}: "
@@ -630,6 +631,7 @@ def main() -> None:
         setting = f" = {script.settings[name]}" if name in script.settings else ""
         lines.append(f"{title}: {name}{setting}: {reason}")
     tree = as_tree({key: entry.value for key, entry in entries.items()})
+    # The notes are comments at the top of the config.
     lines = [*(f"# {_one_line(line)}" for line in lines), *_lines(tree, entries, "")]
     if args.out is None:
         show("\n".join(lines))

@@ -663,8 +663,10 @@ def check_limits(target: Target) -> Iterator[Result]:
     # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
     locked = 64 * _GIB if has_infiniband else 0
+    # CUDA reserves far more addresses than it uses, so with GPUs any limit is too low.
     addresses = _UNLIMITED if target.num_gpus else 0
     results = []
+    # A limit below `needed` is bad, and one below `wanted` is a warning.
     for flag, limit, noun, needed, wanted, remedy in (
         ("n", "NOFILE", "open files", 256, 4096, "docker run --ulimit nofile=65536"),
         ("u", "NPROC", "processes", 128 * ranks, 1024 * ranks, "slurm: PropagateResourceLimits"),

@@ -155,6 +155,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
         problems.append(f"fsync or rename: {error.strerror}")
     if new.exists() or old.read_bytes() != b"1" or not step.is_dir():
         problems.append("rename does not put files and folders in place")
+    # Two writers append their own lines to one file at the same time, while the lock is held.
     lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with locked_for_trial(folder), ThreadPoolExecutor(len(lines)) as writers:
         trials = [writers.submit(lock_and_append, folder, line, _NUM_LINES) for line in lines]

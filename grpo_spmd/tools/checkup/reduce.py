@@ -103,7 +103,8 @@ class RankExchange(Exchange):
         except (ConfigError, RuntimeError) as error:
             finding, _, remedy = _first_line(error).partition("; ")
             report.lines.append(bad("device", finding, remedy or "look at that rank's host"))
-        # A group is formed only if all ranks have a device, and of the same kind.
+        # A process group is formed only if all ranks have a device, and of the same kind. The ranks
+        # tell each other over the store.
         store.set(f"device/{self.rank}", kind)
         report.begin(WAITING)
         kinds = {store.get(f"device/{rank}").decode() for rank in range(self.num_ranks)}

@@ -84,6 +84,7 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
 
     facts = facts_from_config(folder)
     config = load_config(args.config, args.overrides)
+    # First values for the keys that are auto, then overrides that the user would have to set.
     plan = decide(config, plan_of, _engine_sizes(config, facts.config, args))
     proposals, advised = suggestions(plan, plan_with), larger_cache(plan, plan_with)
     if args.json is not None:
@@ -166,6 +167,7 @@ def _text_lines(
             f"memory is free in rollout: {advised.overrides[0]} would run "
             f"{advised.plan.kv_cache.num_running} of them at one time, not {cache.num_running}"
         )
+    # Without room for one sequence the time of a rollout cannot be estimated.
     if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
         yield (
@@ -192,7 +194,10 @@ def _text_lines(
 def _as_json(
     plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
 ) -> dict[str, Any]:
-    """Returns the plan as --json writes it."""
+    """Returns the plan as the JSON object of --json.
+
+    `proposals` are suggestions with which a plan that does not fit might fit; `advised` is one with
+    a larger KV cache, or None."""
     cache = plan.kv_cache
     return {
         "fits": plan.fits,
@@ -228,7 +233,7 @@ def _as_json(
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Returns a suggestion as --json writes it."""
+    """Returns a suggestion as a JSON object of --json: its overrides, and the plan with them."""
     plan = suggestion.plan
     return {
         "overrides": list(suggestion.overrides),

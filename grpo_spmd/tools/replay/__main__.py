@@ -100,6 +100,7 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
         from grpo_spmd.tools.replay.step import repeat_step
 
         result = repeat_step(recorded, checkpoint, pool)
+    # The pool's workers write what users' rewards print to this file, not to the report.
     if log_file.stat().st_size:
         result.notes.append(f"what the rewards printed is in {log_file}")
     else:
@@ -151,6 +152,7 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
     unlikely = f"least likely token, -logprob of the {source}"
     mismatch = "furthest from the engine, largest |policy - engine| of a token"
     lists: dict[str, list[Ranked]] = {weight: [], unlikely: [], mismatch: []}
+    # Rollouts with a logprob that is not finite, which cannot be ranked by their logprobs.
     broken: list[Ranked] = []
     for rollout in rollouts:
         engine = rollout.recorded.rollout_logprobs

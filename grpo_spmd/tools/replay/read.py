@@ -136,6 +136,7 @@ def read_step(
     load_rewards(config.rewards)
     if asks_servers:
         check_calls(config.rewards, 1)
+    # Without the data set, recorded rewards are taken, so that columns and epoch are not needed.
     columns: list[dict[str, Any]] | None = None
     all_columns = set[str]()
     epoch = 0.0

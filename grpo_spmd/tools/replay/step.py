@@ -175,6 +175,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
             for name, value in record.rewards.items()
         }
         reward = weighted_sum([(weights[name], value) for name, value in values.items()])
+        # The scores of one rollout, in the form that `pool.score` returns for many.
         scored.extend(
             ScoredRollouts(
                 [reward],

@@ -219,8 +219,9 @@ def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> d
     counts = sum((result.counts for result in results), Counter[str]())
     num_read = counts["read"]
     num_shown = counts["shown"]
+    # Dumps of steps that the run made before it resumed from an earlier checkpoint.
     num_old = len(run.files.rollout_files) - len(run.dumped_steps)
-    total = num_read
+    total = num_read  # of all dumped steps; estimated if some steps were not read
     about = ""
     notes = []
     unread_steps = set(run.dumped_steps) - {result.step for result in results}

@@ -121,6 +121,7 @@ def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
 
 def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
     """Yields the page of one step: its metrics, its time and memory by phase, and its groups."""
+    # {} for a step that did not finish, or had no evaluation.
     metrics = next((line for line in run.steps if line["step"] == step), {})
     evaluation = next((line for line in run.evaluations if line["step"] == step), {})
     total = f" of {run.num_steps}" if run.num_steps else ""
