@@ -77,11 +77,10 @@ class Script(NamedTuple):
 
 
 def read_script(path: Path, words: Sequence[str]) -> Script:
-    """Returns the settings of a script (.py, .yaml, or else shell) that is called with the command
-    line arguments `words`.
+    """Returns the settings of a script (.py, .yaml, or else shell).
 
-    Raises ConfigError for a file that cannot be read or starts no trainer that is known.
-    """
+    `words` are the command line arguments with which it is called. Raises ConfigError for a file
+    that cannot be read or starts no trainer that is known."""
     try:
         with open_regular(path, follow=True) as file:
             text = file.read(_MAX_BYTES + 1).decode("utf-8")
@@ -100,10 +99,11 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
 
 
 def _read_python(text: str, words: Sequence[str]) -> Script:
-    """Returns the settings of a Python script of TRL: the keyword arguments of the calls in _CALLS,
-    and later assignments to their attributes. Raises ConfigError if there are none.
+    """Returns the settings of a Python script of TRL.
 
-    The script's command line arguments `words` count where the script reads them."""
+    They are the keyword arguments of the calls in _CALLS, and later assignments to their
+    attributes. Raises ConfigError if there are none. The script's command line arguments `words`
+    count where the script reads them."""
     nodes = list(ast.walk(ast.parse(text)))
     module = _Module(nodes, _settings(words))
     settings: dict[str, Any] = {}
@@ -141,8 +141,9 @@ def _name(node: ast.expr) -> str:
 
 
 class _Module:
-    """Tells the values of a Python script's expressions, from its assignments and from the
-    arguments of its command line."""
+    """Tells the values of a Python script's expressions, without running it.
+
+    They come from the script's assignments and the arguments of its command line."""
 
     def __init__(self, nodes: Sequence[ast.AST], arguments: dict[str, Any]) -> None:
         """Collects the assignments in `nodes`, all nodes of the script's syntax tree.
@@ -170,11 +171,11 @@ class _Module:
                             arguments.setdefault(name, self.value(name, keyword.value))
 
     def value(self, name: str, node: ast.expr) -> Any:
-        """Returns the value of the setting `name`, whose expression is `node`: a plain value, for
-        functions and classes a list of their names, for a data set its path or hub source.
+        """Returns the value of the setting `name`, whose expression is `node`.
 
-        Returns an Unreadable if only running the script would tell the value.
-        """
+        It is a plain value, for functions and classes a list of their names, for a data set its
+        path or hub source. Returns an Unreadable if only running the script would tell the
+        value."""
         try:
             if name in _FUNCTIONS:
                 assigned = self._variables.get(_name(node), [node])[0]
@@ -186,10 +187,11 @@ class _Module:
             return Unreadable(ast.unparse(node)[:200])
 
     def _plain(self, node: ast.expr) -> Any:
-        """Returns the value of an expression: a literal, a variable that is assigned once, an
-        argument of the command line, or arithmetic on whole numbers.
+        """Returns the value of an expression that needs no run of the script.
 
-        Raises one of YAML_ERRORS or SyntaxError for any other expression."""
+        It may be a literal, a variable that is assigned once, an argument of the command line, or
+        arithmetic on whole numbers. Raises one of YAML_ERRORS or SyntaxError for any other
+        expression."""
         self._num_steps += 1
         # If each variable uses another one twice, the number of steps doubles with each variable.
         if self._num_steps > _MAX_STEPS:
@@ -297,8 +299,8 @@ def _commands(text: str) -> Iterator[list[str]]:
         if assignment and command in ([], ["export"]):
             variables[assignment[1]] = assignment[2]
             command = []
-        # An unquoted variable may hold several words. The script's arguments ($@) are added by
-        # `_read_shell`.
+        # A word that begins with a variable may hold several words. The script's arguments ($@) are
+        # added by `_read_shell`.
         elif word.startswith("$"):
             command += shlex.split(value.replace("$@", "").replace("$*", ""))
         else:
@@ -306,10 +308,10 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """Returns the settings in the words of a command line: options as argparse takes them (--a 1,
-    --a=1, --a 1 2, --a), and Hydra's overrides (a=1).
+    """Returns the settings in the words of a command line, by name.
 
-    An option with several values has a list, and one without a value is True."""
+    The words are options as argparse takes them (--a 1, --a=1, --a 1 2, --a), or Hydra's overrides
+    (a=1). An option with several values has a list, and one without a value is True."""
     values: dict[str, list[Any]] = {}
     name = ""
     for word in words:
@@ -326,8 +328,9 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain_value(text: str) -> Any:
-    """Returns the number, truth value, list or text that a word of a command line stands for, or an
-    Unreadable if it has a shell variable without a known value."""
+    """Returns the number, truth value, list or text that a word of a command line stands for.
+
+    Returns an Unreadable if it has a shell variable without a known value."""
     if "$" in text:
         return Unreadable(text)
     # YAML reads 1e-6 as text, and no as a truth value.
@@ -344,8 +347,10 @@ def _plain_value(text: str) -> Any:
 
 
 class Entry(NamedTuple):
-    """The value of one of our keys, a comment that says how it was worked out, and the names of the
-    script's settings from which it was."""
+    """The value of one of our keys.
+
+    With it are a comment that says how it was worked out, and the names of the script's settings on
+    which it depends."""
 
     value: Any
     comment: str
@@ -353,22 +358,24 @@ class Entry(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A config that our loader accepts, and notes on settings that are not in it and on keys that
-    the user has to set."""
+    """A config that our loader accepts, and notes for the user.
+
+    The notes are on settings that are not in it, and on keys that the user has to set."""
 
     entries: dict[str, Entry]  # by dotted key
     notes: dict[str, str]  # by the script's setting or our key: "TITLE: TEXT"
 
 
 class _Values(dict[str, Any]):
-    """Looks up values by name: a script's settings, its trainer's defaults, and the values of our
-    keys, which the rules in config/port.tsv work out of the settings.
+    """Looks up values by name: a script's settings, its trainer's defaults, and values of our keys.
 
-    It is a dict without entries, so that each look-up calls `__missing__`."""
+    The rules in config/port.tsv work these out of the settings. It is a dict without entries, so
+    that each look-up calls `__missing__`."""
 
     def __init__(self, script: Script, options: dict[str, int]) -> None:
-        """Reads the rules for the script's trainer. `options` are those of this command (ranks,
-        rows)."""
+        """Reads the rules for the script's trainer.
+
+        `options` are those of this command (ranks, rows)."""
         super().__init__()
         self._defaults = script.defaults | options
         self.used: set[str] = set()  # the script's settings that were looked up
@@ -459,8 +466,9 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
     settings_off: set[str] = set()
 
     def put(key: str, value: Any, comment: str) -> None:
-        """Adds an entry for our key. A value that comes from no setting of the script, and is our
-        default too, needs none."""
+        """Adds an entry for our key.
+
+        A value that comes from no setting of the script, and is our default too, needs none."""
         if isinstance(value, list) and value:
             value = _adapted(key, value, file, their)
         # "low_var_kl is k3": the table of remedies translates words.
@@ -518,10 +526,10 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
 
 
 def _adapted(key: str, value: list[Any], file: str, their: _Values) -> Any:
-    """Returns a list that the script sets in the form that our key takes: for some keys a dict, or
-    one value only.
+    """Returns a list that the script sets in the form that our key takes.
 
-    `file` is the Python file to which the user copies the script's functions."""
+    For some keys this is a dict, or one value only. `file` is the Python file to which the user
+    copies the script's functions."""
     if key == "logging.trackers":
         return [name for name in value if name in TRACKERS]
     if key == "data.eval":

@@ -96,8 +96,9 @@ def _quit(number: int, frame: object) -> None:
 
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
-    """Fetches the files of the model `repo` that a run needs into `cache`, the hub's cache folder,
-    and prints their number and size. None as `revision` is the newest one."""
+    """Fetches the files of the model `repo` that a run needs, and prints their number and size.
+
+    They go into `cache`, the hub's cache folder. None as `revision` is the newest one."""
     # Not imported at the top, since it takes long.
     from grpo_spmd.model.config_json import fetch, files_at_hub
 

@@ -113,11 +113,10 @@ def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer:
 def assemble(
     prompts: list[list[int]], completions: list[Completion], rewards: Tensor, device: torch.device
 ) -> MicroBatch:
-    """Returns this rank's rollouts with their advantages, packed into one row of tokens, which the
-    policy computes in one pass without padding.
+    """Returns this rank's rollouts with their advantages, packed into one row of tokens.
 
-    The advantage is the reward minus the group's mean, divided by the group's standard deviation.
-    """
+    The policy computes a row in one pass without padding. The advantage is the reward minus the
+    group's mean, divided by the group's standard deviation."""
     advantages, _ = compute_advantages(rewards, "grpo", "group")
     rollouts = [
         Rollout(
@@ -182,8 +181,9 @@ def update(
 
 
 def _print_line(rows: list[list[float]]) -> None:
-    """Prints the line of a step. Only rank 0 calls it, with a row [step, reward, loss, mismatch] of
-    each rank."""
+    """Prints the line of a step.
+
+    Only rank 0 calls it, with a row [step, reward, loss, mismatch] of each rank."""
     steps, rewards, losses, mismatches = zip(*rows, strict=True)
     line = f"step {steps[0]}  reward {sum(rewards) / len(rewards):.3f}  "
     line += f"loss {sum(losses):+.4f}  mismatch {max(mismatches):.0e}"

@@ -136,8 +136,9 @@ Cell = tuple[Character, str]  # a character and its style
 
 
 class Column(NamedTuple):
-    """One column of a table. Width 0 stands for the rest of the line; only the last column may have
-    it."""
+    """One column of a table.
+
+    Width 0 stands for the rest of the line; only the last column may have it."""
 
     title: str = ""
     width: int = 0
@@ -322,10 +323,10 @@ class Terminal:
             self._show(self.paint(line))
 
     def redraw(self, lines: Sequence[Line], *, is_last: bool = False) -> None:
-        """Clears the screen and draws a page (for --follow), cut to the number of rows of the
-        terminal.
+        """Clears the screen and draws a page, cut to the number of rows of the terminal.
 
-        The last page is written in full, since it stays there and the user can scroll back.
+        It is used by --follow. The last page is written in full, since it stays there and the user
+        can scroll back.
         """
         page = list(lines)
         num_hidden = len(lines) - max(1, self.rows - 1)

@@ -244,11 +244,10 @@ class _RankCheckup:
         return code
 
     def _lead(self, exchange: RankExchange, page: Page) -> int:
-        """Gathers and prints the findings of all ranks, posts a plan of what the ranks measure
-        together, and prints the results.
+        """Gathers and prints the findings of all ranks, and leads the measurements between ranks.
 
-        Returns the exit code. Only rank 0 calls it.
-        """
+        It posts a plan of what the ranks measure together, and prints the results. Returns the exit
+        code. Only rank 0 calls it."""
         args = self._args
         posted = exchange.gather("found", args.deadline)
         findings = msgspec.convert(posted, dict[int, RankFindings])

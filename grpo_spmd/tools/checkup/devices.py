@@ -94,8 +94,9 @@ _UNLIMITED = 1 << 60
 
 
 def _nvidia_smi(target: Target, *options: str) -> str:
-    """Returns what nvidia-smi prints with these options. Raises OSError if it is not installed or
-    fails, and subprocess.TimeoutExpired if it hangs."""
+    """Returns what nvidia-smi prints with these options.
+
+    Raises OSError if it is not installed or fails, and subprocess.TimeoutExpired if it hangs."""
     answer = target.run(["nvidia-smi", *options], _SMI_S)
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
@@ -125,7 +126,7 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        # If nvidia-smi is only not installed, the driver may work.
+        # Without nvidia-smi on this machine nothing is known: the driver may still work.
         make = warning if isinstance(error, FileNotFoundError) else bad
         yield make(
             "GPUs",
@@ -212,8 +213,9 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
-    """Returns a line about GPU memory: bad if other processes hold so much of it that the engine
-    does not fit beside them, and a warning if they hold less."""
+    """Returns a line about the GPU memory that other processes hold.
+
+    It is bad if the engine does not fit beside them, and a warning if they hold less."""
     used_mib = {gpu["index"]: _number(gpu["memory.used"]) for gpu in gpus}
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
@@ -367,8 +369,9 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 
 
 def check_python(_: Target) -> Iterator[Result]:
-    """Checks the version of Python. A digest of this project's code is among the line's facts,
-    which are compared across ranks."""
+    """Checks the version of Python.
+
+    A digest of this project's code is among the line's facts, which are compared across ranks."""
     required, version = read_requirements()[0], platform.python_version()
     # Ranks with different digests run different code.
     digest = hashlib.sha256()
@@ -587,8 +590,9 @@ def _read_meminfo(target: Target) -> dict[str, int]:
 
 
 def _cgroups(target: Target) -> Iterator[str]:
-    """Yields the folders of this process's cgroups and of their parents, of which each may set a
-    limit. (A cgroup limits the memory and cores of a container or a job.)"""
+    """Yields the folders of this process's cgroups and of their parents.
+
+    A cgroup limits the memory and cores of a container or a job, and so does each parent."""
     for line in target.read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         # In a container the path may be the host's, which does not exist here. Then the last
@@ -657,8 +661,9 @@ def check_threads(target: Target) -> Iterator[Result]:
 
 
 def check_limits(target: Target) -> Iterator[Result]:
-    """Checks the limits of this process, as ulimit shows them, and whether it may write large core
-    dumps. Yields a line for each problem, or one line if there is none."""
+    """Checks the limits of this process, as ulimit shows them, and whether core dumps are on.
+
+    Yields a line for each problem, or one line if there is none."""
     ranks = target.local_ranks
     # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))

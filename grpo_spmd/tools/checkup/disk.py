@@ -107,8 +107,10 @@ def check_run_folder(target: Target) -> Iterator[Result]:
 
 
 def check_kind(name: str, file_system: FileSystem) -> Result:
-    """Returns a line about the file system `name`: bad if it is a bucket of an object store, and a
-    warning if its files do not survive a restart."""
+    """Returns a line about the file system `name`.
+
+    It is bad if the file system is a bucket of an object store, and a warning if its files do not
+    survive a restart."""
     kind, finding = file_system.kind, f"{name} ({file_system.kind})"
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
@@ -139,8 +141,9 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
-    """Checks the file operations that a run relies on: rename and fsync, and with two writers at a
-    time flock and O_APPEND."""
+    """Checks the file operations that a run relies on: rename, fsync, flock and O_APPEND.
+
+    The last two are tried by two writers at a time."""
     problems: list[str] = []
     old, new, step = folder / "old", folder / "new", folder / "step_1"
     try:
@@ -195,12 +198,10 @@ def locked_for_trial(folder: Path) -> Iterator[None]:
 
 
 def lock_and_append(folder: Path, line: str, num_lines: int) -> str:
-    """Tries to take the lock that `locked_for_trial` holds, and appends `line` `num_lines` times to
-    the file `appended`.
+    """Tries to take the lock that `locked_for_trial` holds, and appends to the file `appended`.
 
-    Returns "held" (as it should be), "free", or the error of a file system without locks. Raises
-    OSError if it cannot append.
-    """
+    It appends `line` `num_lines` times. Returns "held" (as it should be), "free", or the error of a
+    file system without locks. Raises OSError if it cannot append."""
     # A flock lock belongs to the opened file, so it excludes threads as well as other nodes.
     with open(folder / "lock") as lock:
         try:

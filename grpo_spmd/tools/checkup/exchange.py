@@ -119,11 +119,10 @@ class Launch:
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Returns this rank's place among the ranks that torchrun or srun launched, or None if this
-    process is the only one.
+    """Returns this rank's place among the ranks that torchrun or srun launched.
 
-    Raises ConfigError if RANK is set but not the address where ranks meet.
-    """
+    Returns None if this process is the only one. Raises ConfigError if RANK is set but not the
+    address where ranks meet."""
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
@@ -233,11 +232,10 @@ def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
 
 
 def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
-    """Yields (group, line) for the findings of all ranks: one line of a check if all ranks found
-    the same, else one for each finding, which names the ranks.
+    """Yields (group, line) for the findings of all ranks.
 
-    The lines are in the order of the checks, group by group.
-    """
+    If all ranks found the same in a check, it has one line, else one for each finding, which names
+    the ranks. The lines are in the order of the checks, group by group."""
     # By group of checks, name of the line, and rank.
     groups: dict[str, dict[str, dict[int, list[Result]]]] = {}
     for rank, rank_findings in findings.items():
@@ -281,11 +279,10 @@ def _merge_results(
 
 
 def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) -> list[str]:
-    """Returns a text for each of the first _MAX_FACTS facts that differ between ranks, and a text
-    with the number of further ones.
+    """Returns a text for each fact that differs between ranks, at most _MAX_FACTS.
 
-    A fact is a value that must be the same on all ranks, such as a version.
-    """
+    If more differ, a last text says how many. A fact is a value that must be the same on all ranks,
+    such as a version."""
     facts = {rank: ChainMap(*(line.facts for line in lines)) for rank, lines in results.items()}
     texts: list[str] = []
     for fact in dict.fromkeys(fact for rank_facts in facts.values() for fact in rank_facts):
@@ -474,8 +471,9 @@ def check_clocks(
 
 
 def _line_of(rank: int) -> str:
-    """Returns the line that a rank appends to the shared file. It is so long that lines which were
-    mixed with each other would be noticed."""
+    """Returns the line that a rank appends to the shared file.
+
+    It is so long that lines which were mixed with each other would be noticed."""
     return f"rank {rank}{'.' * 100}"
 
 

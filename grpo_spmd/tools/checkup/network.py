@@ -49,8 +49,10 @@ _SLOWING = {
 
 
 def check_host_name(target: Target) -> Iterator[Result]:
-    """Checks that the network interfaces that variables name for gloo and NCCL exist, and that
-    other hosts can reach the address of this host's name, which gloo uses by default."""
+    """Checks that other hosts can connect to gloo and NCCL on this one.
+
+    The network interfaces that variables name must exist, and the host's name, which gloo uses by
+    default, must have an address that others can reach."""
     interfaces = [name for _, name in socket.if_nameindex()]
     # NCCL accepts the beginning of a name, gloo only the whole name.
     for variable, matches in (
@@ -115,8 +117,9 @@ def check_port(target: Target) -> Iterator[Result]:
 
 
 def _find_listener(port: int) -> str:
-    """Returns which process listens at the port: " by process PID (COMMAND)", or "" if it cannot be
-    told, since the process belongs to another user."""
+    """Returns which process listens at the port, as " by process PID (COMMAND)".
+
+    Returns "" if that cannot be told, since the process belongs to another user."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port

@@ -181,8 +181,9 @@ class Page:
     """Prints results in groups and writes them to a JSON Lines file."""
 
     def __init__(self, json_file: Path | None = None, terminal: Terminal | None = None) -> None:
-        """Opens `json_file`, if it is given, for the results. Raises ConfigError if it cannot be
-        written."""
+        """Opens `json_file`, if it is given, for the results.
+
+        Raises ConfigError if it cannot be written."""
         self.counts: Counter[str] = Counter()
         self._terminal, self._group = terminal or Terminal(), ""
         try:

@@ -60,8 +60,10 @@ def main() -> None:
 
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
-    """Prints the plan of the config, or with --suggest only overrides. Returns True if the config
-    fits, with --suggest also if it fits with the printed overrides. Writes the file of --json."""
+    """Prints the plan of the config, or with --suggest only overrides.
+
+    Returns True if the config fits, with --suggest also if it fits with the printed overrides.
+    Writes the file of --json."""
     from grpo_spmd.tools.plan.phases import (
         decide,
         facts_from_config,
@@ -75,8 +77,9 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
     def plan_with(overrides: Sequence[str]) -> Plan:
-        """Returns the plan of the command's config with further overrides. Raises ConfigError if a
-        run would refuse them."""
+        """Returns the plan of the command's config with further overrides.
+
+        Raises ConfigError if a run would refuse them."""
         # The values chosen for auto stay as they are, so that a suggestion changes little.
         config = load_config(args.config, [*args.overrides, *_decided_overrides(plan), *overrides])
         _check_config(config, args)
@@ -119,8 +122,9 @@ def _lora_text(proposals: Sequence[Suggestion]) -> str:
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
-    """Returns overrides that set the keys that can be auto (DECIDED_KEYS) to the values that they
-    have in the planned config."""
+    """Returns overrides that set the keys that can be auto to their values in the planned config.
+
+    The keys are those of DECIDED_KEYS."""
     values = decided_values(plan.case.config)
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
@@ -262,10 +266,10 @@ def _join_usage(usage: Mapping[str, int]) -> str:
 def _engine_sizes(
     config: Config, model: Mapping[str, Any], args: argparse.Namespace
 ) -> Sequence[int]:
-    """Returns the numbers of ranks that an engine may have, in ascending order: if
-    tensor_parallel_size is auto, 1 and those of 2, 4, 8 that suit the ranks and the model.
+    """Returns the numbers of ranks that an engine may have, in ascending order.
 
-    `model` is the contents of config.json."""
+    If tensor_parallel_size is auto, they are 1 and those of 2, 4, 8 that suit the ranks and the
+    model. `model` is the contents of config.json."""
     if config.rollout.tensor_parallel_size != "auto":
         return (config.rollout.engine_ranks,)
     # A size that the checks refuse is left out.

@@ -253,8 +253,9 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
 
 @contextmanager
 def fake_ranks(num_ranks: int, num_replicas: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Returns a context manager that yields a device mesh of `num_ranks` ranks. Only this process,
-    which is `rank`, exists, and collectives do nothing."""
+    """Returns a context manager that yields a device mesh of `num_ranks` ranks.
+
+    Only this process, which is `rank`, exists, and collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)

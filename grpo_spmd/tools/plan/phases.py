@@ -195,8 +195,9 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
 
 
 def shared_answers(case: Case) -> Usage:
-    """Returns the bytes of the scores of teachers without weights of their own, which use those of
-    the policy or the reference."""
+    """Returns the bytes of the scores of teachers without weights of their own.
+
+    These teachers use the weights of the policy or the reference."""
     answers = Usage()
     for name, path in case.config.teacher.paths.items():
         if is_shared_teacher(case.config, path):
@@ -206,12 +207,11 @@ def shared_answers(case: Case) -> Usage:
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) -> Peaks:
-    """Returns the peaks of the phases "logprobs" (`scoring`) and "update", in which the policy and
-    the side models run. `peaks` are those of the policy alone.
+    """Returns the peaks of the phases "logprobs" and "update" over the policy and the side models.
 
-    The models run one after the other, so the largest peak counts. The scores of all teachers are
-    added to it; `answers` has the scores of teachers without weights of their own.
-    """
+    `peaks` are those of the policy alone. The models run one after the other, so the largest peak
+    counts. The scores of all teachers are added to it; `answers` has the scores of teachers without
+    weights of their own."""
     scoring, update = [peaks.scoring], [peaks.update]
     for model in models:
         if model.waits:
@@ -225,12 +225,11 @@ def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) ->
 
 
 def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths) -> Peaks:
-    """Returns the peaks, with the memory of a value head added if the config has one on the
-    policy's own model. (There the value head is the critic.)
+    """Returns the peaks, with the memory of a value head on the policy's model added.
 
-    The memory is the head's state, its gradient, and its float32 inputs for the completions of the
-    largest micro-batch. `hidden` is the size of one input, `lengths` are those of the rollouts.
-    """
+    A value head is a critic there; without one in the config nothing is added. The memory is the
+    head's state, its gradient, and its float32 inputs for the completions of the largest
+    micro-batch. `hidden` is the size of one input, `lengths` are those of the rollouts."""
     # is_on_policy: the critic is a value head on the policy's own model.
     if not config.critic.is_on_policy:
         return peaks
@@ -337,15 +336,16 @@ class Plan:
 
     @property
     def margin_gib(self) -> float:
-        """The free GiB in the tightest phase, negative if the plan does not fit. If the KV cache is
-        too small for its longest sequence, the lesser of that number and the cache's spare GiB."""
+        """The free GiB in the tightest phase, negative if the plan does not fit.
+
+        If the KV cache is too small for its longest sequence, the lesser of that number and the
+        cache's spare GiB."""
         spare = self.kv_spare_gib
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
     @property
     def kv_spare_gib(self) -> float:
-        """The GiB by which the KV cache is larger than its longest sequence needs; may be
-        negative."""
+        """The GiB that the KV cache has beyond its longest sequence; negative if it has less."""
         return (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
 
     @property
@@ -433,8 +433,9 @@ def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool =
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch of the
-    config: as many rollouts of full length as fit, and a shorter one in the remaining tokens."""
+    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch.
+
+    It has as many rollouts of full length as fit, and a shorter one in the remaining tokens."""
     num_tokens = micro_batch_tokens(config, num_ranks)
     num_full, remaining_tokens = divmod(num_tokens, config.max_rollout_tokens)
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
@@ -568,12 +569,11 @@ def decide(
 
 
 def _decisions(config: Config) -> Iterator[Config]:
-    """Yields copies of the config in which the trainer's keys that are auto have values, the
-    fastest first. Without such keys there is only one copy.
+    """Yields copies of the config with values for the trainer's keys that are auto, fastest first.
 
-    In the first copies layers recompute nothing in the backward pass, then all but matrix products,
-    then everything; after that the micro-batch is halved again and again, down to the longest
-    rollout."""
+    Without such keys there is only one copy. In the first copies layers recompute nothing in the
+    backward pass, then all but matrix products, then everything; after that the micro-batch is
+    halved again and again, down to the longest rollout."""
     recompute, tokens = RECOMPUTE_KEY, MICRO_BATCH_KEY
     num_tokens = config.micro_batch_tokens
     # auto never chooses fewer tokens for a micro-batch (or more, if a rollout needs more).
@@ -612,12 +612,10 @@ class Suggestion:
 
 
 def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
-    """Returns a suggestion of a larger gpu_memory_utilization, with which more sequences run at the
-    same time.
+    """Returns a suggestion of a larger KV cache, with which more sequences run at the same time.
 
-    Returns None if the plan does not fit, if all sequences of a step run together already, or if
-    too little memory is free while the engine is awake.
-    """
+    It sets gpu_memory_utilization. Returns None if the plan does not fit, if all sequences of a
+    step run together already, or if too little memory is free while the engine is awake."""
     cache, rollout = plan.kv_cache, plan.case.config.rollout
     if not plan.fits or cache.full_length >= cache.sequences:
         return None
@@ -634,14 +632,13 @@ def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
 
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
-    """Returns suggestions for a plan that does not fit; an empty list if it fits, or if no override
-    helps. `replan` makes the plan of the config with overrides.
+    """Returns suggestions for a plan that does not fit.
 
-    If single overrides are enough, each of them is a suggestion, the fastest first. Otherwise there
-    is one suggestion with several overrides, which are added one by one, each time the one that
-    leaves most room. If it does not fit either and one that trains only adapters does, that one is
-    returned in its place.
-    """
+    The list is empty if the plan fits, or if no override helps. `replan` makes the plan of the
+    config with overrides. If single overrides are enough, each of them is a suggestion, the fastest
+    first. Otherwise there is one suggestion with several overrides, which are added one by one,
+    each time the one that leaves most room. If it does not fit either and one that trains only
+    adapters does, that one is returned in its place."""
     if plan.fits:
         return []
     start = Suggestion((), plan)
@@ -658,8 +655,9 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
 
 
 def _add_up(start: Suggestion, replan: Planner) -> Suggestion:
-    """Returns the suggestion `start` with overrides added one by one, each time the override that
-    leaves most room, until the plan fits or no override helps."""
+    """Returns the suggestion `start` with overrides added one by one.
+
+    Each time it is the override that leaves most room, until the plan fits or no override helps."""
     best = start
     while not best.plan.fits:
         candidate = max(
@@ -674,15 +672,18 @@ def _add_up(start: Suggestion, replan: Planner) -> Suggestion:
 
 
 def _cost(suggestion: Suggestion) -> tuple[float, int, float]:
-    """Returns the key by which suggestions are sorted: time of a step, then number of micro-batches
-    (each costs a little time that the estimate leaves out), then free memory."""
+    """Returns the key by which suggestions are sorted.
+
+    It is the time of a step, then the number of micro-batches (each costs a little time that the
+    estimate leaves out), then the free memory."""
     plan = suggestion.plan
     return plan.step_s, plan.case.num_micro_batches, -plan.margin_gib
 
 
 def _try_changes(start: Suggestion, replan: Planner) -> list[Suggestion]:
-    """Returns copies of the suggestion `start` with one override more: a copy for each override
-    that could help one of the phases that do not fit."""
+    """Returns copies of the suggestion `start`, each with one override more.
+
+    There is a copy for each override that could help one of the phases that do not fit."""
     candidates = []
     short = {phase for phase in start.plan.phases if start.plan.margin_of(phase) < 0}
     for change in _changes(start.plan, short):
@@ -728,8 +729,9 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields single overrides with which the trainer's passes take less memory. `short` has the
-    phases that do not fit."""
+    """Yields single overrides with which the trainer's passes take less memory.
+
+    `short` has the phases that do not fit."""
     model, max_tokens = plan.case.config.model, plan.case.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
     if not model.recompute and not model.compile:

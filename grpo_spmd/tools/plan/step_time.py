@@ -253,9 +253,10 @@ def forward_flops(work: Work) -> float:
 
 
 def decode_bytes(work: Work) -> float:
-    """Returns the bytes that the engine reads to decode all rollouts in one batch: all weights once
-    for each token of the longest completion, and for each sampled token the keys and values of the
-    tokens before it."""
+    """Returns the bytes that the engine reads to decode all rollouts in one batch.
+
+    All weights are read once for each token of the longest completion, and for each sampled token
+    the keys and values of the tokens before it."""
     steps = max(completion for _, completion in work.lengths)
     token_bytes = kv_bytes_per_token(work.sizes, work.itemsize, 1)
     cached_tokens = sum(
@@ -336,11 +337,10 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
 
 
 def exchange_s(case: Case) -> float:
-    """Returns the seconds of sequence parallelism's communication in a forward pass over all
-    rollouts; 0 without it.
+    """Returns the seconds of sequence parallelism's communication in a forward pass; 0 without it.
 
-    Several ranks share a row of packed rollouts, and send queries, keys, values and outputs of
-    attention to each other. Arithmetic waits for it."""
+    The pass is over all rollouts. Several ranks share a row of packed rollouts, and send queries,
+    keys, values and outputs of attention to each other. Arithmetic waits for it."""
     sharing = case.config.model.sequence_parallel_size
     tokens = sharing * work_of(case, has_lm_head=False).tokens
     sent = exchanged_bytes(case.sizes, tokens, sharing, case.itemsize)

@@ -125,8 +125,9 @@ def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
 
 
 def _metric_lines(replay: Replay) -> Iterator[str]:
-    """Yields a table with a row for each metric: its recorded and its replayed value, and their
-    difference. Yields nothing if there are no metrics."""
+    """Yields a table of the metrics: recorded value, replayed value and difference.
+
+    Yields nothing if there are no metrics."""
     if replay.metrics:
         # Metrics that are 0 in both are left out: there are many, such as fractions.
         rows = [
@@ -174,8 +175,9 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
 
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
-    """Yields how many rollouts differ between run and replay in each outcome (reward, advantage,
-    ...), and then the `top` rollouts that differ most, by their advantages first."""
+    """Yields how many rollouts differ between run and replay in each outcome, such as the reward.
+
+    Then come the `top` rollouts that differ most, by their advantages first."""
     counts: Counter[str] = Counter()
     ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
@@ -229,8 +231,10 @@ def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[st
 
 
 def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
-    """Returns one line about a rollout: its name, `facts`, its completion (shortened), and the
-    right answer according to its row in the data set, if the row has one."""
+    """Returns one line about a rollout.
+
+    It has its name, `facts`, its completion (shortened), and the right answer according to its row
+    in the data set, if the row has one."""
     completion = cut_middle(rollout.recorded.completion)
     # Dumps of earlier versions have no columns; then take those of the data set, if it was read.
     gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
@@ -238,8 +242,9 @@ def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Returns True if the outcomes `old` and `new` differ; numbers must differ by more than
-    rounding errors."""
+    """Returns True if the outcomes `old` and `new` differ.
+
+    Numbers must differ by more than rounding errors."""
     if isinstance(old, float | int) and isinstance(new, float | int):
         # Smaller relative differences come from float32 sums in another order. With `not <=`, NaN
         # differs from every number.

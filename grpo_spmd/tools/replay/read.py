@@ -83,8 +83,10 @@ class ReplayedRollout:
 
     @property
     def name(self) -> str:
-        """The rollout's name in the report: POSITION/SAMPLE, which are the prompt's index in the
-        run's stream of prompts and the rollout's index in its group."""
+        """The rollout's name in the report: POSITION/SAMPLE.
+
+        These are the prompt's index in the run's stream of prompts and the rollout's index in its
+        group."""
         return f"{self.recorded.position}/{self.recorded.sample}"
 
 
@@ -101,11 +103,11 @@ class Replay:
 def read_step(
     run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_servers: bool = False
 ) -> RecordedStep:
-    """Returns what the run folder has of a step. `overrides` replace values of the run's config;
-    with `asks_servers`, servers that give rewards are called again.
+    """Returns what the run folder has of a step.
 
-    Raises ConfigError if something is missing, or if a line of the dump is broken.
-    """
+    `overrides` replace values of the run's config. With `asks_servers`, servers that give rewards
+    are called again. Raises ConfigError if something is missing, or if a line of the dump is
+    broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
     config = load_config(run_dir / "config.yaml", [*overrides, *_ONE_PROCESS])
@@ -165,8 +167,9 @@ def read_step(
 
 
 def _redaction_notes(config: Config) -> list[str]:
-    """Returns a note for each argument of a reward or of the engine that was a secret, which the
-    run therefore wrote as "<redacted>" into its config.yaml."""
+    """Returns a note for each argument of a reward or of the engine that is a secret.
+
+    The run wrote it as "<redacted>" into its config.yaml, so the replay lacks it."""
     arguments = {
         "rewards": [{"args": reward.args} for reward in config.rewards],
         "rollout.engine": config.rollout.engine,
@@ -242,8 +245,9 @@ def _group_columns(
 
 
 def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
-    """Returns the names of all columns that rewards of the run were given: those of the training
-    set and, if the run evaluates, of its evaluation sets."""
+    """Returns the names of all columns that rewards of the run were given.
+
+    They are those of the training set and, if the run evaluates, of its evaluation sets."""
     columns = {*overview_of(rows).columns}
     if config.eval.every_steps:
         for name in config.data.eval_sets:
@@ -255,12 +259,11 @@ def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
 
 
 def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
-    """Returns the names of the rewards that a replay does not compute again, by the reason. It uses
-    the values that the run recorded of them. A reason is the beginning of a note in the report.
+    """Returns the names of the rewards that a replay does not compute again, by the reason.
 
-    There are no environments and no engine in a replay. Servers cost money and may be gone, so they
-    are asked only with --ask-servers. Reward models need the run's devices.
-    """
+    It uses the values that the run recorded of them. A reason is the beginning of a note in the
+    report. There are no environments and no engine in a replay. Servers cost money and may be gone,
+    so they are asked only with --ask-servers. Reward models need the run's devices."""
     rewards = recorded.config.rewards
     names = {
         "environments, which are not here, gave": environment_rewards(recorded),

@@ -131,8 +131,9 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
 
 
 def _recorded_tokenizer(rollouts: Sequence[Sequence[RolloutRecord]]) -> Any:
-    """Returns an object in place of the tokenizer, whose batch_decode returns the texts that the
-    run scored. So the replay needs no tokenizer, and rewards see the same texts."""
+    """Returns an object in place of the tokenizer, which decodes to the texts that the run scored.
+
+    So the replay needs no tokenizer, and rewards see the same texts."""
     texts = {
         tuple(record.completion_ids): record.completion for group in rollouts for record in group
     }
@@ -158,8 +159,10 @@ def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
 
 
 def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> ScoredRollouts:
-    """Returns the rewards that the run recorded for `groups`, with their sums by the weights of the
-    replay's config. Raises ConfigError if the config has other rewards than the run."""
+    """Returns the rewards that the run recorded for `groups`.
+
+    They are summed by the weights of the replay's config. Raises ConfigError if the config has
+    other rewards than the run."""
     weights = reward_weights(recorded)
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
@@ -347,8 +350,9 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
 
 
 def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
-    """Raises ConfigError or CheckpointError if the checkpoint `source` is damaged, or does not fit
-    the config. `is_model_here`: the model at model.path is on this machine."""
+    """Raises ConfigError or CheckpointError if a checkpoint is damaged or does not fit the config.
+
+    `is_model_here` says whether the model at model.path is on this machine."""
     verify_checkpoint(source)
     rank = config.model.lora.rank
     if (config.loss.kl_coef or rank) and not is_model_here:

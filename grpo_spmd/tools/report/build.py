@@ -154,11 +154,9 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
 def _share_room(
     order: Sequence[int], costs: Sequence[StepCost], num_bytes: int
 ) -> dict[int, float]:
-    """Returns the steps to show, each with the bytes that the texts and tokens of its rollouts may
-    take.
+    """Returns the steps to show, each with the bytes for the texts and tokens of its rollouts.
 
-    `order` has all steps, the most wanted first; `costs` are those of the measured steps.
-    """
+    `order` has all steps, the most wanted first; `costs` are those of the measured steps."""
     # Assume that every step costs as much as the largest that was measured.
     table, text, tokens = (max(sizes) for sizes in zip(*costs, strict=True))
     # Before steps are left out, completions are cut in their middle, to `bytes_per_text`.
@@ -214,8 +212,9 @@ def _start_worker(parent: int) -> None:
 
 
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Returns a run's "rollouts" in "main": the steps in the page, the numbers of rollouts, and a
-    note that says what is left out."""
+    """Returns a run's "rollouts" in the chunk "main".
+
+    It has the steps in the page, the numbers of rollouts, and a note that says what is left out."""
     counts = sum((result.counts for result in results), Counter[str]())
     num_read = counts["read"]
     num_shown = counts["shown"]

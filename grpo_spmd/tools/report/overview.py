@@ -117,8 +117,10 @@ def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
 
 
 def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
-    """Returns the timelines (what each rank did when) of the newest steps, and of others that are
-    spread evenly over the run. They have at most about `max_spans` spans together."""
+    """Returns timelines (what each rank did when) of some steps of a run.
+
+    They are those of the newest steps, and of others that are spread evenly over the run, with at
+    most about `max_spans` spans together."""
     steps = [line["step"] for line in run.steps]
     wanted = {steps[index] for index in spread_indices(len(steps), _NUM_TIMELINES)}
     wanted.update(steps[-_NUM_NEWEST_TIMELINES:])

@@ -76,8 +76,9 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
 
 
 def _pack_chunk(name: str, content: bytes) -> bytes:
-    """Returns a chunk, compressed and in base64, as a <script> element of a type that browsers
-    neither run nor show."""
+    """Returns a chunk, compressed and in base64, as a <script> element.
+
+    Its type is one that browsers neither run nor show."""
     deflate = zlib.compressobj(level=6, wbits=-15)  # raw: DecompressionStream("deflate-raw")
     packed = deflate.compress(content) + deflate.flush()
     text = binascii.b2a_base64(packed, newline=False).decode()

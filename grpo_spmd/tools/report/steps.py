@@ -388,12 +388,10 @@ class StepPage:
         return PageRollout(record, scores, fields)
 
     def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
-        """Returns the fields that an episode (a rollout of several turns) has in the page besides
-        those of every rollout.
+        """Returns the fields that only an episode (a rollout of several turns) has in the page.
 
         Of the characters for a completion, turns get two thirds and messages one. Sampled turns are
-        cut only if the completion is (`is_cut`).
-        """
+        cut only if the completion is (`is_cut`)."""
         # A turn is sampled by the policy, or given by the prompt or the environment. A segment is
         # the turns that share one context.
         turns = record.turns[:_MAX_TURNS]

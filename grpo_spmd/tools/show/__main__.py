@@ -56,8 +56,9 @@ def _text(text: str) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    """Returns the options of the command line. Exits with code 2 for options that exclude each
-    other."""
+    """Returns the options of the command line.
+
+    Exits with code 2 for options that exclude each other."""
     parser = OneLineParser(
         prog="python -m grpo_spmd.show",
         description="Show a run in the terminal: its state, what to look at, its curves; a step, "

@@ -44,8 +44,9 @@ _FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
-    """Yields warnings about rollouts and lines of dumps that could not be read; nothing if all were
-    read."""
+    """Yields warnings about rollouts and lines of dumps that could not be read.
+
+    Yields nothing if all were read."""
     if errors.num_missing:
         warning = f"{errors.num_missing} rollouts of the step are not in its files"
         yield from terminal.excerpt(f"{warning}; each node wrote one file", 2, styles="warning")
@@ -76,8 +77,7 @@ def text_pattern(text: str) -> re.Pattern[str]:
 
 
 def has_row(row: int) -> LineFilter:
-    """Returns a filter that passes JSON lines of rollouts whose prompt is row `row` of the data
-    set."""
+    """Returns a filter that passes JSON lines of rollouts whose prompt is row `row` of the data."""
     # The number must end there, or row 1 would match row 10.
     pattern = re.compile(rb'"row": ?%d[,}\s]' % row)
     return lambda line: pattern.search(line) is not None
@@ -106,8 +106,7 @@ def as_text(value: object) -> str:
 
 
 def describe_steps(steps: Sequence[int]) -> str:
-    """Returns a text that lists `steps`, those with recorded completions, shortened if they are
-    many."""
+    """Returns a text that lists `steps`, which have recorded completions; a long list is cut."""
     if not steps:
         return "no step has any (logging.rollouts_every_steps)"
     names = list(map(str, steps[:_MAX_LISTED_STEPS]))
@@ -132,9 +131,9 @@ def find_dumped_step(run: RecordedRun, step: int | None) -> int:
 
 
 class TokenDifferences:
-    """The recorded differences between the policy's and the engine's logprobs, for each token of
-    some rollouts of one step. The run wrote them to token_scores/.
-    """
+    """The recorded differences between the policy's and the engine's logprobs of tokens.
+
+    They are those of some rollouts of one step, and the run wrote them to token_scores/."""
 
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
@@ -182,12 +181,12 @@ class TokenDifferences:
         )
 
     def token_text(self, record: RolloutRecord, has_colour: bool) -> tuple[str, Styles]:
-        """Returns (text, styles): the completion, decoded from its tokens with special tokens
-        included, and a style for each of its characters, which is that of its token.
+        """Returns (text, styles): the completion and a style for each of its characters.
 
-        A newline is put between the turns of an episode. If the run has no readable tokenizer, or
-        if the decoded tokens differ from the recorded text, that text is returned with no style.
-        """
+        The text is decoded from the tokens, with special tokens included. The style of a character
+        is that of its token. A newline is put between the turns of an episode. If the run has no
+        readable tokenizer, or if the decoded tokens differ from the recorded text, that text is
+        returned with no style."""
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         if self._pieces is None or sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
@@ -233,12 +232,11 @@ def text_lines(text: str, terminal: Terminal, styles: Styles = "") -> Iterator[L
 def ranked_completions(
     run: RecordedRun, step: int | None, num: int, is_best: bool, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the page of the `num` completions of a step with the highest (`is_best`) or the lowest
-    reward. None as `step` is the newest step that has completions.
+    """Yields the page of the `num` completions of a step with the highest or the lowest reward.
 
+    `is_best` chooses the highest. None as `step` is the newest step that has completions.
     Completions of equal reward are ordered by their advantage; those without a reward come last.
-    Raises ConfigError if the step has no completions.
-    """
+    Raises ConfigError if the step has no completions."""
     step = find_dumped_step(run, step)
     errors = ReadErrors()
     # Counted while the dump is read, since it is read only once.
@@ -266,8 +264,10 @@ def ranked_completions(
 
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
-    """Returns a sort key by reward and advantage, which is smallest for the best completion if
-    `is_best`, else for the worst. A completion without a reward has the largest key."""
+    """Returns a sort key by reward and advantage.
+
+    It is smallest for the best completion if `is_best`, else for the worst. A completion without a
+    reward has the largest key."""
     sign = -1.0 if is_best else 1.0
     # Other people's files may hold NaN, which cannot be sorted.
     reward, advantage = (
@@ -284,8 +284,10 @@ def completion_lines(
     terminal: Terminal,
     has_prompt: bool = True,
 ) -> Iterator[Line]:
-    """Yields the lines of one completion: `title`, facts such as its reward, its prompt (only with
-    `has_prompt`), its messages or its text, and the error if its episode failed."""
+    """Yields the lines of one completion.
+
+    They have `title`, facts such as its reward, its prompt (only with `has_prompt`), its messages
+    or its text, and the error if its episode failed."""
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.line(title, "title")
     # Put as many facts on a line as fit without cutting one.
@@ -327,8 +329,10 @@ def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
 
 
 def _facts(record: RolloutRecord) -> Iterator[str]:
-    """Yields the facts about a completion as short texts: reward, advantage, each single reward,
-    length and how sampling ended, an episode's turns and status, and what rewards logged."""
+    """Yields the facts about a completion as short texts.
+
+    They are reward, advantage, each single reward, length and how sampling ended, an episode's
+    turns and status, and what rewards logged."""
     yield f"reward {number(record.reward)}"
     sign = "+" if (record.advantage or 0) > 0 else ""
     yield f"advantage {sign}{number(record.advantage)}"

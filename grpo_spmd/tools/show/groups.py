@@ -174,8 +174,9 @@ def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 
 def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
-    """Yields the table of a step's groups, the lowest mean reward first, then warnings about what
-    could not be read, and a hint at other pages."""
+    """Yields the table of a step's groups, the lowest mean reward first.
+
+    After it come warnings about what could not be read, and a hint at other pages."""
     errors = ReadErrors()
     # The largest difference of each rollout: one number, so all of a step fit into memory.
     mismatches: dict[int | None, float] = {
@@ -215,12 +216,11 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
 
 
 def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict[int, PromptGroup]]:
-    """Returns a dict {step: group} for each prompt of the run that matches, at most _MAX_ROWS of
-    them, in the order of the data set's rows. Counts lines that cannot be read in `errors`.
+    """Returns a dict {step: group} for each prompt of the run that matches.
 
-    A prompt matches if `wanted` is the number of its row, or else if it contains the text `wanted`,
-    in upper or lower case.
-    """
+    They are at most _MAX_ROWS prompts, in the order of the data set's rows. Counts lines that
+    cannot be read in `errors`. A prompt matches if `wanted` is the number of its row, or else if it
+    contains the text `wanted`, in upper or lower case."""
     # A number of at most 18 digits fits into 64 bits; a longer one is looked for as a text.
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
     pattern = text_pattern(wanted)
@@ -242,11 +242,10 @@ def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict
 def prompt_page(
     run: RecordedRun, wanted: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the page of the prompt that `wanted` names (see `find_prompts`), or a list of prompts
-    if several match. `step` is the step whose completions are shown; None: the newest.
+    """Yields the page of the prompt that `wanted` names, or a list of prompts if several match.
 
-    Raises ConfigError if no dump has such a prompt.
-    """
+    `wanted` is explained at `find_prompts`. `step` is the step whose completions are shown; None is
+    the newest. Raises ConfigError if no dump has such a prompt."""
     errors = ReadErrors()
     # Raises ConfigError if the step has no completions, before all dumps are read.
     find_dumped_step(run, step)
@@ -313,12 +312,10 @@ def _prompt_history(
 def search_lines(
     run: RecordedRun, text: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields completions that contain `text`, ignoring case, and then how many there are at each
-    step.
+    """Yields completions that contain `text`, ignoring case, then the number of them by step.
 
     In an episode, the answers of tools and the environment are searched too. Searches all steps if
-    `step` is None. Raises ConfigError if the step has no completions.
-    """
+    `step` is None. Raises ConfigError if the step has no completions."""
     errors = ReadErrors()
     pattern = text_pattern(text)
     # The newest step first, since the present policy matters most.
@@ -353,11 +350,10 @@ def search_lines(
 
 
 def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
-    """Returns the lines of the text around `match` (with --full the whole text), in which all
-    matches are marked.
+    """Returns the lines of the text around `match`, in which all matches are marked.
 
-    They are marked by a colour, or without colours by >> and <<.
-    """
+    With --full they are the whole text. They are marked by a colour, or without colours by >> and
+    <<."""
     text = match.string
     if not terminal.is_full:
         begin = max(0, match.start() - _CONTEXT_CHARS)
@@ -379,8 +375,9 @@ def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
 def _summary(
     counts: Mapping[int, int], text: str, num_shown: int, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields the end of a search's page: how many completions match in all, and a curve of
-    `counts`, the number of matches by step. `num_shown` of them are on the page."""
+    """Yields the end of a search's page: how many completions match in all, and at which steps.
+
+    `counts` has the number of matches by step; `num_shown` of them are on the page."""
     steps = sorted(counts)
     matching_steps = [step for step in steps if counts[step]]
     total = sum(counts.values())

@@ -143,8 +143,9 @@ _CURVES = (
 
 
 def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the page of a run: state, findings, curves, time by phase, reports of the doctor, and
-    a hint at other pages. (The doctor writes a report when ranks hang or fail.)"""
+    """Yields the page of a run: state, findings, curves, time by phase, reports and a hint.
+
+    The reports are those that the doctor writes when ranks hang or fail."""
     yield from state_lines(run, terminal)
     yield from _finding_lines(run, terminal)
     if run.steps:
@@ -171,8 +172,9 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the state of a run (such as running or failed) with the reason, then a line with its
-    model, its ranks and devices, and its start."""
+    """Yields the state of a run, such as running or failed, with the reason.
+
+    A further line has its model, its ranks and devices, and its start."""
     # A run may be neither good nor bad, such as a preempted or silent one.
     style = "good" if run.state in _GOOD_STATES else "warning"
     if run.state in _BAD_STATES:
@@ -196,8 +198,9 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields what the diagnosis of the run's files has found, and the results of the run's checks
-    of itself. Lines beyond _MAX_FINDING_LINES are left out, except with --full."""
+    """Yields what the diagnosis has found, and the results of the run's checks of itself.
+
+    Lines beyond _MAX_FINDING_LINES are left out, except with --full."""
     entries: list[tuple[str, str]] = []  # level and text
     for finding in list_findings(run):
         # `state_lines` has already said why the run ended.
@@ -220,11 +223,11 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields a table of the run's curves, with a row for each metric: its label, its curve over the
-    steps, and its first, last, smallest and largest value.
+    """Yields a table of the run's curves, with a row for each metric.
 
-    There are rows for the reward and its components, the metrics of _CURVES, and evaluations.
-    """
+    A row has the metric's label, its curve over the steps, and its first, last, smallest and
+    largest value. There are rows for the reward and its components, the metrics of _CURVES, and
+    evaluations."""
     label_columns = label_width(terminal)
     width = terminal.columns - label_columns - 4 * _FIGURE_WIDTH
     steps = f"step {run.steps[0]['step']}..{run.last_step}"
@@ -253,11 +256,10 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterator[Line]:
-    """Yields a table of where the time of the steps `lines` went: for each phase a bar, its share
-    and its mean seconds, the longest first.
+    """Yields a table of where the time of the steps `lines` went, the longest phase first.
 
-    `lines` are steps of metrics.jsonl. Phases of less than 0.5 % are left out.
-    """
+    It has a bar for each phase, its share and its mean seconds. `lines` are steps of metrics.jsonl.
+    Phases of less than 0.5 % are left out."""
     total = _total_seconds("time/step_s", lines)
     if total <= 0:
         return
