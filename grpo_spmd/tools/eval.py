@@ -34,7 +34,9 @@ from grpo_spmd.train import listen, torch_process
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command on each rank: evaluates the checkpoint or the model.
+
+    Rank 0 prints the metrics and writes the file of --json."""
     listen()
     parser = OverridesParser(
         allow_abbrev=False,
@@ -47,8 +49,9 @@ def main() -> None:
     add("--json", type=Path, metavar="FILE", help="write the metrics there as JSON")
     args = parser.parse()
     checkpoint = args.checkpoint
+    # Without eval.every_steps a config has no evaluation. Its value does not matter otherwise.
     overrides = [*args.overrides, "eval.every_steps=1"]
-    trainer: dict[str, Any] = {}
+    trainer: dict[str, Any] = {}  # what the checkpoint recorded of its run; {} for a model
     try:
         is_model = (checkpoint / "config.json").is_file()
         if is_model and not (checkpoint / "manifest.json").exists():

@@ -19,7 +19,9 @@ from grpo_spmd.files import hold_standard_streams, show
 
 
 def main() -> None:
-    """Runs the command. The exit code is 2 for wrong input, and 1 if OUT cannot be written."""
+    """Runs the command: checks the checkpoint, writes OUT, and prints its size.
+
+    The exit code is 2 for wrong input, and 1 if OUT cannot be written."""
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.export",

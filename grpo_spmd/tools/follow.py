@@ -11,12 +11,12 @@ from contextlib import suppress
 from pathlib import Path
 
 _POLL_S = 0.5
-_LOOK_AGAIN_S = 30.0
-_PAUSE_FACTOR = 10.0
+_LOOK_AGAIN_S = 30.0  # yield after this time even without a change
+_PAUSE_FACTOR = 10.0  # pause at least so many times as long as the caller worked
 
 
 def file_sizes(folders: Sequence[Path]) -> list[int]:
-    """Returns the sizes of the files in run folders that grow while a run goes on."""
+    """Returns the sizes of the files in the run folders `folders` that grow while a run goes on."""
     names = ("metrics.jsonl", "launches.jsonl")
     return [file_size(folder / name) for folder in folders for name in names]
 
@@ -24,9 +24,9 @@ def file_sizes(folders: Sequence[Path]) -> list[int]:
 def changes(look: Callable[[], object], min_age_s: float) -> Iterator[None]:
     """Yields at once, and again whenever `look` returns something new.
 
-    At least `min_age_s` lie between two yields, and at least ten times what the caller's work on
-    the first took: the machine may be training. Without a change it yields after 30 s, since a
-    killed run changes no file.
+    The caller draws its page at each yield. At least `min_age_s` seconds lie between two yields,
+    and at least ten times as long as the caller took for its page, since the machine may be busy
+    with training. Without a change it yields after 30 s, since a killed run changes no file.
     """
     while True:
         begin = time.monotonic()

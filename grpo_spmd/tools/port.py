@@ -38,16 +38,17 @@ from grpo_spmd.config.schema import TRACKERS, Config
 from grpo_spmd.files import hold_standard_streams, open_regular, show
 from grpo_spmd.rewards.verifiers import evaluate
 
-# shlex copies a word for each of its characters.
+# Bytes of a script. The limit is low because shlex copies a word for each of its characters.
 _MAX_BYTES = 1 << 17
-_MAX_CHARS = 1 << 20  # of all variables where they are used
-_MAX_STEPS = 1000  # from name to name
-# Their values are names of functions and classes.
+_MAX_CHARS = 1 << 20  # of all words of a shell script, with the values of its variables put in
+_MAX_STEPS = 1000  # from a name to its assigned expression, since names may refer to each other
+# Arguments of GRPOTrainer whose values are names of functions and classes.
 _FUNCTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func")
 _CALLS = ("GRPOConfig", "RLOOConfig", "GRPOTrainer", "RLOOTrainer", "LoraConfig")
-# Arguments of GRPOTrainer whose parts are read where they are made.
+# Arguments of GRPOTrainer that are objects and no settings. GRPOConfig(...) and LoraConfig(...) are
+# read as calls of their own.
 _MADE_ELSEWHERE = ("args", "processing_class", "peft_config")
-# Calls that stand for their argument.
+# Calls whose value is taken to be that of their first argument.
 _TRANSPARENT_CALLS = ("str", "int", "float", "Path", "from_pretrained")
 _NAME = re.compile(r"[a-z_][\w.]*")
 _DECIDED, _BY_HAND = "decided here", "by hand"
@@ -57,7 +58,7 @@ _DECIDED, _BY_HAND = "decided here", "by hand"
 
 
 class Unreadable(NamedTuple):
-    """Stands for a value that only running the script would tell."""
+    """Stands for a value that only running the script would tell. `text` is its expression."""
 
     text: str
 
@@ -66,18 +67,20 @@ class Unreadable(NamedTuple):
 
 
 class Script(NamedTuple):
-    """What a script sets."""
+    """The settings of a training script, under the names of its trainer (TRL, verl, OpenRLHF)."""
 
     trainer: str  # as in aliases.tsv
-    settings: dict[str, Any]  # by their names
-    defaults: dict[str, Any]  # what its launcher and its classes set if it does not
+    settings: dict[str, Any]  # by the trainer's names, such as num_generations
+    # Values for names that `settings` lacks: the launcher's number of ranks, and defaults of the
+    # classes that the script calls.
+    defaults: dict[str, Any]
 
 
 def read_script(path: Path, words: Sequence[str]) -> Script:
-    """Returns what a script sets, where `words` are its own command line.
+    """Returns the settings of a script (.py, .yaml, or else shell).
 
-    Raises ConfigError for a file that cannot be read or starts no trainer that is known.
-    """
+    `words` are the command line arguments with which it is called. Raises ConfigError for a file
+    that cannot be read or starts no trainer that is known."""
     try:
         with open_regular(path, follow=True) as file:
             text = file.read(_MAX_BYTES + 1).decode("utf-8")
@@ -96,6 +99,11 @@ def read_script(path: Path, words: Sequence[str]) -> Script:
 
 
 def _read_python(text: str, words: Sequence[str]) -> Script:
+    """Returns the settings of a Python script of TRL.
+
+    They are the keyword arguments of the calls in _CALLS, and later assignments to their
+    attributes. Raises ConfigError if there are none. The script's command line arguments `words`
+    count where the script reads them."""
     nodes = list(ast.walk(ast.parse(text)))
     module = _Module(nodes, _settings(words))
     settings: dict[str, Any] = {}
@@ -103,7 +111,7 @@ def _read_python(text: str, words: Sequence[str]) -> Script:
     for node in nodes:
         match node:
             case ast.Call(func=func, keywords=keywords) if _name(func) in _CALLS:
-                # peft's defaults are not those of TRL's flags.
+                # With LoraConfig(...), peft's defaults apply, not those of TRL's flags.
                 if _name(func) == "LoraConfig":
                     defaults |= {"use_peft": True, "lora_r": 8, "lora_alpha": 8}
                 if _name(func) == "RLOOConfig":
@@ -112,13 +120,13 @@ def _read_python(text: str, words: Sequence[str]) -> Script:
                     name = "lora.r" if keyword.arg == "r" else str(keyword.arg)
                     if name not in _MADE_ELSEWHERE:
                         settings[name] = module.value(name, keyword.value)
-            # training_args.beta = 0.1, and not self.max_steps of an environment
+            # Such as training_args.beta = 0.1, but not self.max_steps = 8 in a class.
             case ast.Assign(targets=[ast.Attribute(value=owner, attr=name)], value=value):
                 if find_alias("TRL", name) and _name(owner) not in ("self", ""):
                     settings[name] = module.value(name, value)
     if not re.search("(GRPO|RLOO)(Config|Trainer)", text) or not settings:
         raise ConfigError("neither GRPOConfig(...) nor GRPOTrainer(...) is called in it")
-    # TRL's own parser makes the config of the command line.
+    # With TRL's own parser, the arguments of the command line are settings.
     if re.search("TrlParser|HfArgumentParser", text):
         settings = module.arguments | settings
     return Script("TRL", settings, defaults)
@@ -133,15 +141,23 @@ def _name(node: ast.expr) -> str:
 
 
 class _Module:
-    """The assignments of a Python script, and the arguments of its command line."""
+    """Tells the values of a Python script's expressions, without running it.
+
+    They come from the script's assignments and the arguments of its command line."""
 
     def __init__(self, nodes: Sequence[ast.AST], arguments: dict[str, Any]) -> None:
+        """Collects the assignments in `nodes`, all nodes of the script's syntax tree.
+
+        The defaults of add_argument(...) calls are added to `arguments`."""
         self.arguments = arguments
+        # By name, all expressions that are assigned to it, in the order of ast.walk.
         self._variables: dict[str, list[ast.expr]] = {}
         self._num_steps = 0
         for node in nodes:
             match node:
                 case ast.Assign(targets=[target], value=value):
+                    # Each name of a tuple gets the whole right side, where `_source` looks for
+                    # load_dataset.
                     for element in target.elts if isinstance(target, ast.Tuple) else [target]:
                         self._variables.setdefault(_name(element), []).append(value)
         for node in nodes:
@@ -155,7 +171,11 @@ class _Module:
                             arguments.setdefault(name, self.value(name, keyword.value))
 
     def value(self, name: str, node: ast.expr) -> Any:
-        """Returns the plain value of setting `name`, or an Unreadable."""
+        """Returns the value of the setting `name`, whose expression is `node`.
+
+        It is a plain value, for functions and classes a list of their names, for a data set its
+        path or hub source. Returns an Unreadable if only running the script would tell the
+        value."""
         try:
             if name in _FUNCTIONS:
                 assigned = self._variables.get(_name(node), [node])[0]
@@ -167,14 +187,20 @@ class _Module:
             return Unreadable(ast.unparse(node)[:200])
 
     def _plain(self, node: ast.expr) -> Any:
+        """Returns the value of an expression that needs no run of the script.
+
+        It may be a literal, a variable that is assigned once, an argument of the command line, or
+        arithmetic on whole numbers. Raises one of YAML_ERRORS or SyntaxError for any other
+        expression."""
         self._num_steps += 1
-        # Names of names of names may double their number each time.
+        # If each variable uses another one twice, the number of steps doubles with each variable.
         if self._num_steps > _MAX_STEPS:
             raise LookupError
         match node:
-            # A name with two values may have either.
+            # A name that is assigned twice may have either value, so it is not read.
             case ast.Name(id=name) if len(self._variables[name]) == 1:
                 return self._plain(self._variables[name][0])
+            # Such as args.beta: any attribute with the name of an argument.
             case ast.Attribute(attr=name) if not isinstance(self.arguments[name], Unreadable):
                 return self.arguments[name]
             case ast.Call(func=func, args=[argument, *_]) if _name(func) in _TRANSPARENT_CALLS:
@@ -186,7 +212,11 @@ class _Module:
         return ast.literal_eval(node)
 
     def _source(self, node: ast.expr, index: int) -> Any:
-        """Returns the hub:REPO:SUBSET:SPLIT that a data set was loaded from."""
+        """Returns the source of a data set, hub:REPO:SUBSET:SPLIT, or a text that stands for it.
+
+        `index` is the place in a list of splits: 0 for training, 1 for evaluation. Raises
+        LookupError if no load_dataset(...) call is found.
+        """
         for _ in range(_MAX_STEPS):
             for inner in ast.walk(node):
                 match inner:
@@ -198,21 +228,28 @@ class _Module:
                         return f"hub:{repo}:{''.join(subset)}:{split}"
             if isinstance(node, ast.Constant):
                 return node.value
-            # A mapped data set is that of its oldest assignment, with other columns.
+            # dataset = dataset.map(...) only changes columns: go on with the first assignment of
+            # the first name in the expression.
             names = [inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)]
             node = self._variables[names[0]][0]
         raise LookupError
 
 
 def _read_shell(text: str, words: Sequence[str]) -> Script:
+    """Returns the settings of the first command of a shell script that starts a known trainer.
+
+    `words` are the script's own command line arguments, which count as the command's last ones.
+    Raises ConfigError if no command starts a known trainer."""
     for command in _commands(text):
         for index, word in enumerate(command):
             is_verl = re.search(r"(^|[./])main_\w+(\.py)?$", word)
             is_trl = word.endswith(".py") or word in ("grpo", "rloo")
-            # Only then, as a line may have thousands of words.
+            # True if the next word is a flag. Only that word is looked at, since a line may have
+            # thousands of words.
             has_flags = " ".join(command[index + 1 : index + 2]).startswith("-")
             if is_verl or "openrlhf.cli.train_ppo" in word or (is_trl and has_flags):
                 settings = _settings([*command[index + 1 :], *words])
+                # The words before the program are the launcher's (accelerate launch, torchrun).
                 launcher = _settings(command[:index])
                 ranks = launcher.get("num_processes", launcher.get("nproc_per_node"))
                 trainer = "verl" if is_verl else "TRL" if is_trl else "OpenRLHF"
@@ -224,12 +261,13 @@ def _read_shell(text: str, words: Sequence[str]) -> Script:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yields the words of each command, with the values of variables; unknown ones keep their `$`.
+    """Yields the words of each command of a shell script, with the values of variables put in.
 
-    Raises ValueError for a quote without an end.
+    Variables without a known value keep their `$`. Raises ValueError for a quote without an end,
+    and ConfigError if the values make the text too large.
     """
     text = re.sub(r"(?m)^[ \t]*#.*\n?|(?<=\s)#.*$", "", text).replace("\\\n", " ")
-    # An array is a text of its words, and arithmetic is one word.
+    # Quote arrays, so that each becomes one text of its words, and make arithmetic one word.
     text = re.sub(r"=\(([^()]*)\)", lambda match: f"={shlex.quote(match[1])}", text)
     text = re.sub(r"\$\(\([^()\n]*\)\)", lambda match: match[0].replace(" ", ""), text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|\n")
@@ -239,9 +277,11 @@ def _commands(text: str) -> Iterator[list[str]]:
     num_chars = 0
 
     def put_in(match: re.Match[str]) -> str:
+        """Returns the text for $NAME or ${NAME:-DEFAULT}: the value, else DEFAULT, else itself."""
         return variables.get(match[1] or match[3], match[2] or match[0])
 
     def compute(match: re.Match[str]) -> str:
+        """Returns the result of the arithmetic $((...)) as text."""
         return str(evaluate(re.sub(r"[A-Za-z_]\w*", lambda name: variables[name[0]], match[1])))
 
     for word in [*lexer, "\n"]:
@@ -259,7 +299,8 @@ def _commands(text: str) -> Iterator[list[str]]:
         if assignment and command in ([], ["export"]):
             variables[assignment[1]] = assignment[2]
             command = []
-        # A word that is a variable alone may hold several words; $@ is the caller's.
+        # A word that begins with a variable may hold several words. The script's arguments ($@) are
+        # added by `_read_shell`.
         elif word.startswith("$"):
             command += shlex.split(value.replace("$@", "").replace("$*", ""))
         else:
@@ -267,7 +308,10 @@ def _commands(text: str) -> Iterator[list[str]]:
 
 
 def _settings(words: Sequence[str]) -> dict[str, Any]:
-    """Returns argparse's options (--a 1, --a=1, --a 1 2, --a) and Hydra's overrides (a=1)."""
+    """Returns the settings in the words of a command line, by name.
+
+    The words are options as argparse takes them (--a 1, --a=1, --a 1 2, --a), or Hydra's overrides
+    (a=1). An option with several values has a list, and one without a value is True."""
     values: dict[str, list[Any]] = {}
     name = ""
     for word in words:
@@ -284,7 +328,9 @@ def _settings(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _plain_value(text: str) -> Any:
-    """Returns the number, truth value, list or text that a word is, or an Unreadable."""
+    """Returns the number, truth value, list or text that a word of a command line stands for.
+
+    Returns an Unreadable if it has a shell variable without a known value."""
     if "$" in text:
         return Unreadable(text)
     # YAML reads 1e-6 as text, and no as a truth value.
@@ -297,11 +343,14 @@ def _plain_value(text: str) -> Any:
         return text
 
 
-# The config that it stands for
+# The config that a script stands for
 
 
 class Entry(NamedTuple):
-    """The value of one of our keys, how it was worked out, and the settings that it comes of."""
+    """The value of one of our keys.
+
+    With it are a comment that says how it was worked out, and the names of the script's settings on
+    which it depends."""
 
     value: Any
     comment: str
@@ -309,19 +358,29 @@ class Entry(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A config that the loader takes, and what is to be said of other settings and of open keys."""
+    """A config that our loader accepts, and notes for the user.
 
-    entries: dict[str, Entry]
-    notes: dict[str, str]
+    The notes are on settings that are not in it, and on keys that the user has to set."""
+
+    entries: dict[str, Entry]  # by dotted key
+    notes: dict[str, str]  # by the script's setting or our key: "TITLE: TEXT"
 
 
 class _Values(dict[str, Any]):
-    """Values by name: those that the script sets, and those that port.tsv works out of them."""
+    """Looks up values by name: a script's settings, its trainer's defaults, and values of our keys.
+
+    The rules in config/port.tsv work these out of the settings. It is a dict without entries, so
+    that each look-up calls `__missing__`."""
 
     def __init__(self, script: Script, options: dict[str, int]) -> None:
+        """Reads the rules for the script's trainer.
+
+        `options` are those of this command (ranks, rows)."""
         super().__init__()
         self._defaults = script.defaults | options
-        self.used: set[str] = set()  # settings that were looked at
+        self.used: set[str] = set()  # the script's settings that were looked up
+        # By name: the rows of port.tsv, (conditions, formula), of which the first that applies
+        # counts.
         self.rules: dict[str, list[list[str]]] = {}
         self._settings = script.settings
         for trainer, name, *rule in read_table("port.tsv"):
@@ -329,8 +388,14 @@ class _Values(dict[str, Any]):
                 self.rules.setdefault(name, []).append(rule)
 
     def __missing__(self, name: str) -> Any:
+        """Returns the value of `name`, and adds the script's setting to `used` if it is one.
+
+        A name may be the last part of a setting's dotted name. Without a setting or a default,
+        `suffix:NAME` is the suffix of a path, NAME.0 the first item of a list, and any other name
+        is worked out by its rules. Raises KeyError with the reason if there is no value.
+        """
         for setting, value in self._settings.items():
-            # -1 stands for a value that is not set.
+            # For many settings, -1 means that they are not set.
             if f".{setting}".endswith(f".{name}") and value not in (None, -1):
                 self.used.add(setting)
                 if isinstance(value, Unreadable):
@@ -344,7 +409,9 @@ class _Values(dict[str, Any]):
         return self[stem][int(last_part)] if last_part.isdecimal() else self.work_out(name)[0]
 
     def work_out(self, name: str) -> tuple[Any, str]:
-        """Returns a value by port.tsv, and its arithmetic. Raises KeyError with the reason."""
+        """Returns the value of `name` by its rules, and a text that says how it was worked out.
+
+        Raises KeyError with the reason if no rule applies."""
         error = KeyError(name)
         for conditions, formula in self.rules.get(name, ()):
             try:
@@ -352,11 +419,15 @@ class _Values(dict[str, Any]):
                 if facts:
                     return self._compute(formula, facts)
             except KeyError as missing:
-                # What is no plain value says more than a name that is absent.
+                # A reason (a text with spaces) says more than the name of an absent setting.
                 error = error if " " in error.args[0] else missing
         raise error
 
     def _compute(self, formula: str, facts: str) -> tuple[Any, str]:
+        """Returns the value of a formula of port.tsv, and a text that says how it was worked out.
+
+        A formula is a literal behind "=", a name, a text with {NAME}, or arithmetic on names, which
+        "ceil" before it rounds up. `facts` is the text for a literal."""
         if formula.startswith("="):
             return yaml.load(formula[1:], Loader=StrictLoader), facts
         if _NAME.fullmatch(formula):
@@ -364,7 +435,7 @@ class _Values(dict[str, Any]):
         text = re.sub(r"\{([\w.]+)\}", lambda match: str(self[match[1]]), formula)
         if text != formula:
             return yaml.load(text, Loader=StrictLoader) if text[0] == "[" else text, formula
-        # Fractions are exact: 0.1 * 30 is 3.
+        # In exact fractions 0.1 * 30 is 3; in floats it would be a little more.
         text = formula.removeprefix("ceil ")
         number = evaluate(_NAME.sub(lambda name: f"({Fraction(str(float(self[name[0]])))})", text))
         is_whole = number.denominator == 1 or text != formula
@@ -373,13 +444,15 @@ class _Values(dict[str, Any]):
 
 
 def translate(script: Script, options: dict[str, int], stem: str) -> Port:
-    """Returns the config that a script stands for; `options` may give ranks and rows.
+    """Returns the config that a script stands for.
 
-    A value that the loader refuses is left out and noted.
+    `options` may have the number of ranks and of rows of the data. `stem` is the script's name, for
+    the names of files in the config. A value that our loader refuses is left out and noted.
     """
     their = _Values(script, options)
     keys = key_names(Config)
     file = f"{stem}_functions.py"
+    # The keys that every config has to set, with values for a script that does not tell them.
     required = {
         "run_dir": f"runs/{stem}",
         "model.path": "MODEL",
@@ -389,9 +462,13 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
     defaults = flatten_config(build_config(as_tree(required)))
     entries: dict[str, Entry] = {}
     notes: dict[str, str] = {}
+    # Settings that are False and for which no rule gives a value: they need no note.
     settings_off: set[str] = set()
 
     def put(key: str, value: Any, comment: str) -> None:
+        """Adds an entry for our key.
+
+        A value that comes from no setting of the script, and is our default too, needs none."""
         if isinstance(value, list) and value:
             value = _adapted(key, value, file, their)
         # "low_var_kl is k3": the table of remedies translates words.
@@ -401,6 +478,7 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
             comment += "" if their.used else f": {script.trainer}'s default"
             entries[key] = Entry(value, comment, frozenset(their.used))
 
+    # First our keys that have rules in port.tsv, which may combine several settings.
     for key in (key for key in their.rules if key in keys):
         their.used.clear()
         try:
@@ -408,11 +486,12 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
         except YAML_ERRORS as error:
             reason = str(error.args[0] if error.args else error)
             reason = "--rows is not given" if reason == "rows" else reason
-            # One name alone: no condition was met, or it is not set.
+            # A name alone is no reason: no rule's conditions were met, or a setting is absent.
             if " " in reason:
                 reason = f"{_DECIDED}: {key} is left as it is: {reason}"
                 notes |= dict.fromkeys(their.used or {key}, reason)
             settings_off |= {name for name in their.used if script.settings[name] is False}
+    # Then the settings that went into no entry: each is translated to its one key, or gets a note.
     for name, value in script.settings.items():
         is_used = any(name in entry.settings for entry in entries.values())
         if is_used or name in notes or name in settings_off:
@@ -422,7 +501,8 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
         same = keys_named(name.rpartition(".")[2], keys)
         targets = alias.keys if alias else same if len(same) == 1 and not sampling else []
         is_plain = len(targets) == 1 and targets[0] in keys and targets[0] not in their.rules
-        # A rule has weighed the setting, or a note says what happens in its place.
+        # Explained: a rule has looked at the setting, or the alias's note says what happens in its
+        # place.
         has_rule = any(target in their.rules for target in targets)
         is_explained = has_rule or bool(alias and alias.note and not targets)
         is_lost = isinstance(value, Unreadable) or not (is_plain or is_explained or not value)
@@ -446,7 +526,10 @@ def translate(script: Script, options: dict[str, int], stem: str) -> Port:
 
 
 def _adapted(key: str, value: list[Any], file: str, their: _Values) -> Any:
-    """Returns a list of theirs in the form that our key has."""
+    """Returns a list that the script sets in the form that our key takes.
+
+    For some keys this is a dict, or one value only. `file` is the Python file to which the user
+    copies the script's functions."""
     if key == "logging.trackers":
         return [name for name in value if name in TRACKERS]
     if key == "data.eval":
@@ -460,6 +543,7 @@ def _adapted(key: str, value: list[Any], file: str, their: _Values) -> Any:
     rewards = []
     for index, name in enumerate(value):
         reward = {"model": name.strip("'")} if "'" in name else {"function": f"{file}:{name}"}
+        # port.tsv has rows for reward functions that we ship too.
         with suppress(KeyError):
             reward = their[f"reward:{name}"]
         with suppress(LookupError):
@@ -471,7 +555,9 @@ def _adapted(key: str, value: list[Any], file: str, their: _Values) -> Any:
 def _leave_out_refused(
     entries: dict[str, Entry], notes: dict[str, str], required: dict[str, Any]
 ) -> None:
-    """Takes the values out of `entries` that the loader refuses, and notes why."""
+    """Removes the entries whose values our loader refuses, and adds notes that say why.
+
+    The loader reports one error at a time, so it is called again after each removal."""
     while True:
         values = {key: entry.value for key, entry in entries.items()}
         try:
@@ -479,6 +565,7 @@ def _leave_out_refused(
             return
         except ConfigError as error:
             text = str(error)
+            # The error begins with the key at fault; it may name others later.
             named = [key for key in entries if key in text]
             if not named:
                 raise
@@ -491,7 +578,7 @@ def _leave_out_refused(
 
 
 def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the sections of values by dotted key, in the order of the schema."""
+    """Returns `values`, which are by dotted key, as nested sections in the order of the schema."""
     tree: dict[str, Any] = {}
     for key in sorted(values, key=key_names(Config).index):
         apply_override(tree, f"{key}={json.dumps(values[key], default=str)}")
@@ -499,7 +586,9 @@ def as_tree(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _lines(tree: Mapping[str, Any], entries: Mapping[str, Entry], prefix: str) -> Iterator[str]:
-    """Yields the lines of YAML, each value with its comment."""
+    """Yields the config `tree` as lines of YAML, each value with its comment.
+
+    `prefix` is the dotted key of `tree`, "" for the whole config."""
     for name, section in tree.items():
         key = join_key(prefix, name)
         head = f"{'  ' * key.count('.')}{name}:"
@@ -512,10 +601,12 @@ def _lines(tree: Mapping[str, Any], entries: Mapping[str, Entry], prefix: str) -
 
 
 def _one_line(text: str) -> str:
+    """Returns a text of the script as one line of printable characters, shortened if it is long."""
     return cut_middle(" ".join(printable(text).split()), 300)
 
 
 def main() -> None:
+    """Runs the command: prints the config, or writes it to --out, with the notes as comments."""
     hold_standard_streams()
     parser = OneLineParser(
         prog="python -m grpo_spmd.port",
@@ -535,6 +626,7 @@ def main() -> None:
         entries, notes = translate(script, options, args.script.stem)
     except ConfigError as error:
         refuse(error)
+    # A note is "TITLE: TEXT". A setting without a note was translated.
     titles = [notes[name].partition(":")[0] for name in script.settings if name in notes]
     summary = (
         f"{args.script.name}: {len(script.settings)} settings of {script.trainer}: "
@@ -547,6 +639,7 @@ def main() -> None:
         setting = f" = {script.settings[name]}" if name in script.settings else ""
         lines.append(f"{title}: {name}{setting}: {reason}")
     tree = as_tree({key: entry.value for key, entry in entries.items()})
+    # The notes are comments at the top of the config.
     lines = [*(f"# {_one_line(line)}" for line in lines), *_lines(tree, entries, "")]
     if args.out is None:
         show("\n".join(lines))

@@ -30,11 +30,11 @@ from grpo_spmd.data.rows import key_and_source, read_rows
 from grpo_spmd.files import hold_standard_streams, show
 
 _PRINT_EVERY_S = 8.0
-T = TypeVar("T")
+T = TypeVar("T")  # what a fetch returns
 
 
 def main() -> None:
-    """Runs the command."""
+    """Runs the command: fetches what the config names, and prints what was fetched."""
     hold_standard_streams()
     parser = OverridesParser(
         prog="python -m grpo_spmd.prefetch",
@@ -51,7 +51,7 @@ def main() -> None:
     try:
         _fetch(load_config(args.config, args.overrides))
     except ConfigError as error:
-        # Errors of a run advise this very command.
+        # The remedy in some errors is to call this command, which has just failed.
         command = "`python -m grpo_spmd.prefetch --config ...`"
         refuse(ConfigError(str(error).replace(command, "this")))
 
@@ -96,7 +96,9 @@ def _quit(number: int, frame: object) -> None:
 
 
 def _fetch_model(repo: str, revision: str | None, cache: Path) -> None:
-    """Fetches the files of a model that a run needs, and prints their number and size."""
+    """Fetches the files of the model `repo` that a run needs, and prints their number and size.
+
+    They go into `cache`, the hub's cache folder. None as `revision` is the newest one."""
     # Not imported at the top, since it takes long.
     from grpo_spmd.model.config_json import fetch, files_at_hub
 
@@ -150,10 +152,12 @@ def _fetch_into(folder: Path, name: str, fetch: Callable[[], T]) -> tuple[T, str
     done = threading.Event()
 
     def describe() -> str:
+        """Returns how much has been fetched so far, in which time."""
         written = size_text(_bytes_below(folder) - start_bytes)
         return f"{written} fetched in {time.monotonic() - start:.0f} s"
 
     def run() -> None:
+        """Prints the progress until `done` is set. It runs in a thread of its own."""
         while not done.wait(_PRINT_EVERY_S):
             show(f"prefetch: {name}: {describe()} so far")
 

@@ -35,6 +35,7 @@ from grpo_spmd.model.policy import Policy, build_policy
 from grpo_spmd.records import Completion, MicroBatch, Rollout, rollout_seed
 from grpo_spmd.rewards.verifiers import countdown
 
+# The demo's model and tasks, which `python -m grpo_spmd.demo` makes.
 MODEL = ModelConfig(path=".demo/model", dtype="float32")
 # A line is {"prompt": "3,8=24:", "nums": [3, 8], "target": 24}.
 TASKS = Path(".demo/train.jsonl")
@@ -100,9 +101,11 @@ def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer:
     The reward is 1 for an equation that uses both numbers and reaches the target, else 0.
     """
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
+    # The task of each completion.
     rows = [task for task in tasks for _ in range(ROLLOUT.group_size)]
     nums = [row["nums"] for row in rows]
     targets = [row["target"] for row in rows]
+    # None: the whole completion is the answer, without a tag around it.
     rewards = torch.tensor(countdown(texts, nums, targets, answer_tag=None))
     return rewards.view(-1, ROLLOUT.group_size)
 
@@ -110,10 +113,10 @@ def score(tasks: list[dict[str, Any]], completions: list[Completion], tokenizer:
 def assemble(
     prompts: list[list[int]], completions: list[Completion], rewards: Tensor, device: torch.device
 ) -> MicroBatch:
-    """Returns this rank's rollouts with their advantages, packed into one row.
+    """Returns this rank's rollouts with their advantages, packed into one row of tokens.
 
-    The advantage is the reward minus the group's mean, divided by the group's standard deviation.
-    """
+    The policy computes a row in one pass without padding. The advantage is the reward minus the
+    group's mean, divided by the group's standard deviation."""
     advantages, _ = compute_advantages(rewards, "grpo", "group")
     rollouts = [
         Rollout(
@@ -142,6 +145,8 @@ def update(
     mask = batch.loss_mask
     # FSDP sums the ranks' gradients, so each rank divides by the counts of all ranks. With the mean
     # over its own tokens, a rank with few tokens would count as much as one with many.
+    # This rank's counts; on_rank0 calls the function with the counts of all ranks on rank 0, and
+    # returns the result on each rank.
     counts = [int(mask.sum()), len(batch.rollout_ids)]
     num_tokens, num_sequences = on_rank0(
         lambda rows: [sum(column) for column in zip(*rows, strict=True)], counts
@@ -176,7 +181,9 @@ def update(
 
 
 def _print_line(rows: list[list[float]]) -> None:
-    """Prints the line of a step; each rank has sent a row [step, reward, loss, mismatch]."""
+    """Prints the line of a step.
+
+    Only rank 0 calls it, with a row [step, reward, loss, mismatch] of each rank."""
     steps, rewards, losses, mismatches = zip(*rows, strict=True)
     line = f"step {steps[0]}  reward {sum(rewards) / len(rewards):.3f}  "
     line += f"loss {sum(losses):+.4f}  mismatch {max(mismatches):.0e}"

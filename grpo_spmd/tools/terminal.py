@@ -51,19 +51,21 @@ STYLES = {
 Line = Text
 Styles = Sequence[str] | str  # the style of each character, or one style for all
 
+# From an eighth of the height to the full height.
 BARS = "▁▂▃▄▅▆▇█"
 _ASCII_BARS = dict(zip(BARS, "_.:-=+*#", strict=True))
 _MAX_MARKS = 8  # combining marks on one character; more of them would cover the lines around it
 _JOINERS = "\u200c\u200d"  # Persian, Indic scripts and emoji need them between two characters
 _EMOJI = range(0x1F300, 0x1FB00)
 _VARIATION_SELECTORS = range(0xE0100, 0xE01F0)  # invisible, so that text can be hidden in them
+# Moves the cursor to the top left corner and clears the screen.
 _CLEAR = "\x1b[H\x1b[J"
 
 
 class Character(NamedTuple):
     """One character of a source text as a terminal shows it."""
 
-    shown: str
+    shown: str  # the character itself, or an escape in its place
     width: int  # columns; 0 for a mark on the character before it
     is_escape: bool = False
 
@@ -76,6 +78,7 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
     """
     # Start at the limit, so that a mark at the beginning is escaped: a terminal would draw it on
     # whatever stands before the text.
+    # `num_marks` counts the combining marks on the present character.
     num_marks = _MAX_MARKS
     for index, char in enumerate(text):
         character = _character(char, encoding)
@@ -96,7 +99,7 @@ def characters(text: str, encoding: str = "utf-8") -> Iterator[Character]:
 
 @functools.lru_cache(1 << 14)
 def _character(char: str, encoding: str) -> Character:
-    """Returns how `char` is shown, whatever stands beside it."""
+    """Returns how `char` is shown, without regard to the characters beside it."""
     code = ord(char)
     category = unicodedata.category(char)
     is_emoji = code in _EMOJI  # Python's tables lack the newest ones
@@ -112,12 +115,15 @@ def _character(char: str, encoding: str) -> Character:
 
 
 def _escaped(char: str) -> Character:
+    r"""Returns the escape that is shown in place of `char`, such as \x1b."""
     escape = ascii(char)[1:-1]
     return Character(escape, len(escape), is_escape=True)
 
 
 def _is_joined(char: str) -> bool:
-    """Returns True if a joiner beside `char` may have an effect; False if `char` is empty."""
+    """Returns True if `char` is of a kind that a joiner (_JOINERS) can join to the next character.
+
+    False if `char` is empty."""
     return bool(char) and unicodedata.category(char) in ("Lo", "So", "Mn", "Mc", "Sk")
 
 
@@ -130,7 +136,9 @@ Cell = tuple[Character, str]  # a character and its style
 
 
 class Column(NamedTuple):
-    """One column of a table. Width 0 stands for the rest of the line; only the last may have it."""
+    """One column of a table.
+
+    Width 0 stands for the rest of the line; only the last column may have it."""
 
     title: str = ""
     width: int = 0
@@ -151,6 +159,7 @@ class Terminal:
 
     @property
     def ellipsis(self) -> str:
+        """The sign for text that is left out, in the terminal's encoding."""
         return "…" if self.encoding == "utf-8" else "..."
 
     def resized(self, columns: int) -> Terminal:
@@ -167,7 +176,8 @@ class Terminal:
 
     def fit(self, text: str, width: int, style: str = "") -> Line:
         """Returns `text` on one line of at most `width` columns, with an ellipsis if it is cut."""
-        # A text may have megabytes. At most 8 marks without a width follow a character.
+        # A text may have megabytes, so only as many characters are looked at as can fit. At most
+        # 8 marks, which have no width, follow a character.
         shown = list(islice(characters(text, self.encoding), (1 + _MAX_MARKS) * (width + 1)))
         ends = list(accumulate(character.width for character in shown))
         ellipsis = ""
@@ -193,7 +203,7 @@ class Terminal:
         return Text.assemble(" " * indent, self.fit(text, self.columns - indent, style))
 
     def wrap(self, text: str, width: int, styles: Styles = "") -> Iterator[list[Cell]]:
-        """Yields the lines of `text`, broken at its newlines and at `width` columns.
+        """Yields the lines of `text` as lists of cells, broken at newlines and at `width` columns.
 
         A line breaks after the last space in its second half, else inside a word. A newline of
         `text` is the last cell of its line; nothing is drawn for it. `styles` has a style for each
@@ -238,7 +248,7 @@ class Terminal:
         # The last lines begin after this character: a line has about one for each column.
         rest = max(begin, len(text) - num_tail * self.columns)
         tail_styles = styles if isinstance(styles, str) else styles[rest:]
-        # What lies before it is not wrapped, since a text may have megabytes.
+        # The text before `rest` is not wrapped, since it may have megabytes.
         tail = deque(self.wrap(text[rest:], width, tail_styles), maxlen=num_tail)
         num_left_out = len(text) - begin - sum(map(len, tail))
         if num_left_out:
@@ -259,7 +269,7 @@ class Terminal:
         return lines
 
     def hang(self, label: Line, text: str, style: str = "") -> Iterator[Line]:
-        """Yields `text` to the right of `label`.
+        """Yields `text` to the right of `label`; all its lines begin in the same column.
 
         Of more than four lines only the first three and the last are shown, with a note between.
         """
@@ -315,7 +325,8 @@ class Terminal:
     def redraw(self, lines: Sequence[Line], *, is_last: bool = False) -> None:
         """Clears the screen and draws a page, cut to the number of rows of the terminal.
 
-        The last page is written in full, since it stays there and the user can scroll back.
+        It is used by --follow. The last page is written in full, since it stays there and the user
+        can scroll back.
         """
         page = list(lines)
         num_hidden = len(lines) - max(1, self.rows - 1)
@@ -330,6 +341,7 @@ class Terminal:
             self._show("\x1b[0m" if self.has_colour else "")
 
     def _show(self, text: str) -> None:
+        """Writes `text` to stdout. Ends the process, without an error, if nobody reads it."""
         if not show(text):
             raise SystemExit(0)
 
@@ -362,7 +374,9 @@ def _styles_console() -> Console:
 
 
 def join_cells(cells: Iterable[Cell], indent: int = 0) -> Line:
-    """Returns cells as one line, behind `indent` spaces. Escapes get the style "escape"."""
+    """Returns the cells as one line, behind `indent` spaces.
+
+    Escapes that have no style of their own get the style "escape"."""
     line = Text(" " * indent)
     for style, group in groupby(cells, lambda cell: cell[1] or "escape" * cell[0].is_escape):
         line.append("".join(character.shown for character, _ in group), style or None)

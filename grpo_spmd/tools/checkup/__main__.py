@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from grpo_spmd.tools.checkup.reduce import RankExchange
 
 _MAX_COLUMNS = 100
-_REPORT_S = 5.0
+_REPORT_S = 5.0  # how long rank 0 waits for posts that are due, after the ranks' own deadline
 _ALL_CHECKS_S = 300.0  # more than all checks of rank 0 together may take
 
 # The checks that need no other rank of the launch, in the order of the page: quick ones first.
@@ -113,7 +113,9 @@ def _stop(_: int, __: FrameType | None) -> NoReturn:
 
 
 def _find_target(args: argparse.Namespace, launch: Launch | None) -> Target:
-    """Returns what is to be checked. Raises ConfigError if the config cannot be read."""
+    """Returns the machine and the run that are to be checked, according to the options.
+
+    Raises ConfigError if the config cannot be read."""
     gpus = 0 if gpus_are_hidden() else num_gpus()
     local_ranks = launch.local_ranks if launch else max(1, args.ranks or gpus)
     config = None
@@ -162,6 +164,7 @@ class _RankCheckup:
     """Runs the checkup of one launched rank. Every rank checks, and rank 0 prints for all."""
 
     def __init__(self, args: argparse.Namespace, target: Target, launch: Launch) -> None:
+        """Opens the page of results on rank 0; the other ranks print nothing."""
         self._args, self._target, self._launch = args, target, launch
         self._start = time.monotonic()
         self._results: list[tuple[str, Result]] = []
@@ -189,16 +192,16 @@ class _RankCheckup:
 
     def _run_checks(self) -> None:
         """Runs the checks whose scope includes this rank, and keeps their results."""
-        # 0 means that the check is for this rank: it is the first of its scope.
+        # This rank's index within each scope. The rank with index 0 runs the checks of the scope.
         scopes = {"rank": 0, "machine": self._launch.local_rank, "run": self._launch.rank}
         for check in CHECKS:
             if check.group in self._args.only and not scopes[check.scope]:
                 self._results += [(check.group, line) for line in run_check(check, self._target)]
 
     def _finish_alone(self, error: Exception) -> int:
-        """Ends the checkup if the store cannot be reached, and returns the exit code.
+        """Ends the checkup of a rank that cannot reach the store, and returns the exit code.
 
-        Every rank prints the error itself. Rank 0 also prints what it has found.
+        `error` says why. Every rank prints the error itself. Rank 0 also prints what it has found.
         """
         first_line = next(iter(str(error).strip().splitlines()), "")
         text = f"{type(error).__name__}: {first_line[:300]}"
@@ -224,7 +227,9 @@ class _RankCheckup:
     def _follow(self, exchange: RankExchange) -> int:
         """Waits for rank 0's plan, does this rank's part of it, and returns rank 0's exit code.
 
-        Every rank except rank 0 calls it.
+        Every rank except rank 0 calls it. The plan says which ranks compare clocks and try the run
+        folder ("leaders", the first ranks of the other nodes), and whether all-reduces are measured
+        ("nodes" is not empty).
         """
         patience_s = self._args.deadline + _ALL_CHECKS_S
         plan = exchange.wait_for_rank0("plan", patience_s)
@@ -239,10 +244,10 @@ class _RankCheckup:
         return code
 
     def _lead(self, exchange: RankExchange, page: Page) -> int:
-        """Gathers and prints the findings, posts a plan of measurements and prints their results.
+        """Gathers and prints the findings of all ranks, and leads the measurements between ranks.
 
-        Returns the exit code. Only rank 0 calls it.
-        """
+        It posts a plan of what the ranks measure together, and prints the results. Returns the exit
+        code. Only rank 0 calls it."""
         args = self._args
         posted = exchange.gather("found", args.deadline)
         findings = msgspec.convert(posted, dict[int, RankFindings])

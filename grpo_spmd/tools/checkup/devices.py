@@ -54,6 +54,7 @@ from grpo_spmd.tools.checkup.results import (
 
 # The fields of one GPU in nvidia-smi, by name.
 Gpu = dict[str, str]
+# Seconds after which --check, the planner and nvidia-smi are killed.
 CHECK_S = 120.0
 PLAN_S = 120.0
 _SMI_S = 8.0
@@ -67,10 +68,11 @@ _FIELDS = (
 _DRIVERS = {"12": 525, "13": 580}
 # Less GPU memory in use than this is not reported.
 _USED_MIB = 1024
+# A row of `nvidia-smi topo -m`: a GPU, and its kind of link to each GPU.
 _LINK_ROW = re.compile(r"\s*GPU\d+\s+(X|NV|PIX|PXB|PHB|NODE|SYS)")
 _CORRECT = "correct it in the config, or by section.key=value"
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Packages that are reported on separate lines, as vLLM is.
+# Packages that get a line of their own on the page, as vLLM does.
 _OWN_LINES = ("torch", "transformers")
 _REMEDY = "launch/setup.sh installs the tested set"
 _GIB = 1 << 30
@@ -92,7 +94,9 @@ _UNLIMITED = 1 << 60
 
 
 def _nvidia_smi(target: Target, *options: str) -> str:
-    """Returns what nvidia-smi prints. Raises OSError if it is not installed or fails."""
+    """Returns what nvidia-smi prints with these options.
+
+    Raises OSError if it is not installed or fails, and subprocess.TimeoutExpired if it hangs."""
     answer = target.run(["nvidia-smi", *options], _SMI_S)
     if answer.returncode:
         lines = (answer.stdout.strip() or answer.stderr.strip()).splitlines() or ["no reason"]
@@ -101,7 +105,9 @@ def _nvidia_smi(target: Target, *options: str) -> str:
 
 
 def query_gpus(target: Target) -> list[Gpu]:
-    """Returns one dict for each GPU. Raises OSError if nvidia-smi fails or lists none."""
+    """Returns for each GPU the values of _FIELDS by name.
+
+    Raises OSError if nvidia-smi fails or lists no GPU."""
     query = f"--query-gpu={','.join(_FIELDS)}"
     text = _nvidia_smi(target, query, "--format=csv,noheader,nounits")
     rows = csv.DictReader(text.splitlines(), _FIELDS, skipinitialspace=True)
@@ -120,7 +126,7 @@ def check_gpus(target: Target) -> Iterator[Result]:
     try:
         gpus = query_gpus(target)
     except OSError as error:
-        # If nvidia-smi is not installed, the driver may still work.
+        # Without nvidia-smi on this machine nothing is known: the driver may still work.
         make = warning if isinstance(error, FileNotFoundError) else bad
         yield make(
             "GPUs",
@@ -136,6 +142,7 @@ def check_gpus(target: Target) -> Iterator[Result]:
     remedy = "all ranks wait for the slowest: name those of one kind in CUDA_VISIBLE_DEVICES"
     yield warning("GPUs", finding, remedy, facts) if len(kinds) > 1 else ok("GPUs", finding, facts)
     cuda = torch_build()[1]
+    # A version that cannot be read counts as new enough. If the table lacks this CUDA, any does.
     yield rated(
         "driver",
         driver,
@@ -162,7 +169,8 @@ def torch_build() -> tuple[str, str]:
 def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
     """Checks capability, memory errors, MIG mode and compute mode; yields lines about problems.
 
-    A GPU has the problem if the value of the field `state` matches `pattern`.
+    There is a row for each possible problem in the table below. A GPU has the problem if its value
+    of the field `state` matches `pattern`.
     """
     for name, make, state, pattern, finding, remedy in (
         (
@@ -205,7 +213,9 @@ def _check_states(target: Target, gpus: Sequence[Gpu]) -> Iterator[Result]:
 
 
 def _check_used_memory(target: Target, gpus: Sequence[Gpu]) -> Result:
-    """Checks whether other processes hold GPU memory, and whether the engine fits beside them."""
+    """Returns a line about the GPU memory that other processes hold.
+
+    It is bad if the engine does not fit beside them, and a warning if they hold less."""
     used_mib = {gpu["index"]: _number(gpu["memory.used"]) for gpu in gpus}
     used = [f"GPU {i}: {mib / 1024:.1f} GiB" for i, mib in used_mib.items() if mib > _USED_MIB]
     if not used:
@@ -284,7 +294,7 @@ def check_config(target: Target) -> Iterator[Result]:
 
 
 def check_plan(target: Target) -> Iterator[Result]:
-    """Runs the planner to check whether the run fits these GPUs, if it knows them."""
+    """Runs the planner (grpo_spmd.plan) to check whether the run fits into these GPUs' memory."""
     if target.config is None or not target.num_gpus:
         return
     gpus = query_gpus(target)
@@ -342,7 +352,7 @@ def check_sandbox(target: Target) -> Iterator[Result]:
 
 
 def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
-    """Returns the range of Python versions and the packages that this project requires.
+    """Returns (range of Python versions, packages) that this project requires.
 
     The packages are PEP 508 texts; those of an extra have the extra as a marker. They come from the
     checkout's pyproject.toml, or else from the metadata of the installed package.
@@ -359,7 +369,9 @@ def read_requirements(package: Path = _PACKAGE) -> tuple[str, list[str]]:
 
 
 def check_python(_: Target) -> Iterator[Result]:
-    """Checks the version of Python. A digest of our code is a fact, to be compared across ranks."""
+    """Checks the version of Python.
+
+    A digest of this project's code is among the line's facts, which are compared across ranks."""
     required, version = read_requirements()[0], platform.python_version()
     # Ranks with different digests run different code.
     digest = hashlib.sha256()
@@ -376,7 +388,9 @@ def check_python(_: Target) -> Iterator[Result]:
 
 def check_packages(target: Target) -> Iterator[Result]:
     """Checks that required packages are installed in the required versions."""
+    # The installed packages that contain vLLM; exactly one is right.
     engines = [name for name in VLLM if version_of(name)]
+    # (who requires it, requirement)
     requirements = [("grpo_spmd", Requirement(text)) for text in read_requirements()[1]]
     for engine in engines[:1]:
         source = f"{engine} {version_of(engine)}"
@@ -451,7 +465,7 @@ def check_build(target: Target) -> Iterator[Result]:
 
 
 def check_tested_set(_: Target) -> Iterator[Result]:
-    """Counts the packages whose versions are those of the checkout's lock file.
+    """Yields how many packages have the versions with which this project is tested (a lock file).
 
     Other versions are no reason for a warning if they are within the ranges (check_packages).
     """
@@ -474,7 +488,7 @@ def check_tested_set(_: Target) -> Iterator[Result]:
 
 
 def check_shared_memory(target: Target) -> Iterator[Result]:
-    """Checks the free space in /dev/shm, where NCCL and vLLM share memory between processes."""
+    """Checks the free space in /dev/shm, in which processes of NCCL and vLLM share memory."""
     folder = target.root / "dev/shm"
     remedy = (
         "remove files that nobody uses (ls -l /dev/shm), chmod 1777 /dev/shm, docker run "
@@ -549,7 +563,8 @@ def check_swap(target: Target) -> Iterator[Result]:
 def _rank_memory(target: Target) -> dict[str, float]:
     """Returns the bytes of host memory that a rank needs, by purpose.
 
-    What depends on the model is included if there is a config and its model is on this machine.
+    Without a config whose model is on this machine, it is only the memory of a process with torch
+    and vLLM.
     """
     config = target.config
     model = read_model(config.model.path) if config else None
@@ -575,7 +590,9 @@ def _read_meminfo(target: Target) -> dict[str, int]:
 
 
 def _cgroups(target: Target) -> Iterator[str]:
-    """Yields the folders of this process's cgroups and of their parents: any may set a limit."""
+    """Yields the folders of this process's cgroups and of their parents.
+
+    A cgroup limits the memory and cores of a container or a job, and so does each parent."""
     for line in target.read("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         # In a container the path may be the host's, which does not exist here. Then the last
@@ -590,8 +607,9 @@ def _cgroups(target: Target) -> Iterator[str]:
 def _memory_limit(target: Target) -> tuple[int, int]:
     """Returns (limit, used bytes) of the cgroup with the smallest memory limit.
 
-    Cached file pages that are not in active use do not count as used: the kernel can drop them. In
-    each pair of files below the first is of cgroup version 2, the second of version 1.
+    If no cgroup has a limit, it is _UNLIMITED. Cached file pages that are not in active use do not
+    count as used: the kernel can drop them. In each pair of files below the first is of cgroup
+    version 2, the second of version 1.
     """
     limits = [(_UNLIMITED, "")]
     for folder in _cgroups(target):
@@ -606,7 +624,7 @@ def _memory_limit(target: Target) -> tuple[int, int]:
 
 
 def cpu_quota(target: Target) -> float | None:
-    """Returns how many cores the cgroups allow, or None without a limit."""
+    """Returns the number of cores that the cgroups allow, or None if they set no limit."""
     quotas: list[float] = []
     for folder in _cgroups(target):
         text = target.read(f"{folder}/cpu.max", f"{folder}/cpu.cfs_quota_us")
@@ -643,13 +661,17 @@ def check_threads(target: Target) -> Iterator[Result]:
 
 
 def check_limits(target: Target) -> Iterator[Result]:
-    """Checks the limits of this process, as ulimit shows them."""
+    """Checks the limits of this process, as ulimit shows them, and whether core dumps are on.
+
+    Yields a line for each problem, or one line if there is none."""
     ranks = target.local_ranks
     # RDMA registers its buffers as locked memory.
     has_infiniband = any((target.root / "sys/class/infiniband").glob("*"))
     locked = 64 * _GIB if has_infiniband else 0
+    # CUDA reserves far more addresses than it uses, so with GPUs any limit is too low.
     addresses = _UNLIMITED if target.num_gpus else 0
     results = []
+    # A limit below `needed` is bad, and one below `wanted` is a warning.
     for flag, limit, noun, needed, wanted, remedy in (
         ("n", "NOFILE", "open files", 256, 4096, "docker run --ulimit nofile=65536"),
         ("u", "NPROC", "processes", 128 * ranks, 1024 * ranks, "slurm: PropagateResourceLimits"),

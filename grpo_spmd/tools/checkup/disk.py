@@ -21,13 +21,17 @@ from grpo_spmd.files import sync_to_disk
 from grpo_spmd.tools.checkup.results import Result, Target, bad, ok, rated, warning
 
 _GIB = 1 << 30
+# The trial of a disk's speed writes until one of these is reached; a lower speed is a warning.
 _SPEED_BYTES = 256 << 20
 _SPEED_S = 2.0
 _SLOW_BYTES_PER_S = 50e6
+# The lines that each of two writers appends to one file.
 _NUM_LINES = 200
 _LINE_LENGTH = 120
+# Parts of the types of file systems that store files in buckets of an object store.
 _BUCKETS = ("s3fs", "gcsfuse", "goofys", "rclone", "mountpoint-s3", "blobfuse")
 _STAY = "choose a run_dir on a disk that stays"
+# Those that have not been removed yet.
 _scratch_folders: set[Path] = set()
 
 
@@ -43,6 +47,7 @@ def file_system_of(target: Target, path: Path) -> FileSystem:
     mounts: list[tuple[int, FileSystem]] = [(0, FileSystem())]
     for line in target.read("/proc/self/mounts").splitlines():
         _, mount, kind, options, *_ = line.split(" ")
+        # The file writes spaces and some other characters as octal escapes.
         mount = re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), mount)
         if path.is_relative_to(mount):
             mounts.append((len(mount), FileSystem(kind, options.split(","))))
@@ -58,7 +63,9 @@ def nearest_folder(path: Path) -> Path:
 
 @contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """Makes a scratch folder in `folder`, and removes it after the block."""
+    """Returns a context manager that yields a new scratch folder in `folder`, removed at the end.
+
+    At the end it removes all scratch folders of this process."""
     scratch = Path(tempfile.mkdtemp(prefix=".grpo_spmd_checkup_", dir=folder))
     _scratch_folders.add(scratch)
     try:
@@ -100,7 +107,10 @@ def check_run_folder(target: Target) -> Iterator[Result]:
 
 
 def check_kind(name: str, file_system: FileSystem) -> Result:
-    """Checks that the file system is no bucket, and that its files survive a restart."""
+    """Returns a line about the file system `name`.
+
+    It is bad if the file system is a bucket of an object store, and a warning if its files do not
+    survive a restart."""
     kind, finding = file_system.kind, f"{name} ({file_system.kind})"
     if any(bucket in kind for bucket in _BUCKETS):
         return bad("run_dir", f"{finding}: a bucket, which has no rename and no append", _STAY)
@@ -111,7 +121,7 @@ def check_kind(name: str, file_system: FileSystem) -> Result:
 
 
 def _check_room(target: Target, folder: Path) -> Iterator[Result]:
-    """Checks that bytes and inodes are free, with a config enough for its checkpoints."""
+    """Checks that bytes and inodes are free; if there is a config, enough for its checkpoints."""
     stat, disk = os.statvfs(folder), shutil.disk_usage(folder)
     finding, remedy = f"{size_text(disk.free)} free of {size_text(disk.total)}", "make room there"
     # f_files is 0 on file systems that have no fixed number of inodes.
@@ -131,7 +141,9 @@ def _check_room(target: Target, folder: Path) -> Iterator[Result]:
 
 
 def check_abilities(folder: Path) -> Iterator[Result]:
-    """Checks that rename and fsync work, and with two writers at a time flock and O_APPEND."""
+    """Checks the file operations that a run relies on: rename, fsync, flock and O_APPEND.
+
+    The last two are tried by two writers at a time."""
     problems: list[str] = []
     old, new, step = folder / "old", folder / "new", folder / "step_1"
     try:
@@ -146,6 +158,7 @@ def check_abilities(folder: Path) -> Iterator[Result]:
         problems.append(f"fsync or rename: {error.strerror}")
     if new.exists() or old.read_bytes() != b"1" or not step.is_dir():
         problems.append("rename does not put files and folders in place")
+    # Two writers append their own lines to one file at the same time, while the lock is held.
     lines = ["a" * _LINE_LENGTH, "b" * _LINE_LENGTH]
     with locked_for_trial(folder), ThreadPoolExecutor(len(lines)) as writers:
         trials = [writers.submit(lock_and_append, folder, line, _NUM_LINES) for line in lines]
@@ -174,7 +187,9 @@ def check_abilities(folder: Path) -> Iterator[Result]:
 
 @contextmanager
 def locked_for_trial(folder: Path) -> Iterator[None]:
-    """Prepares a folder for `lock_and_append`: makes its file `appended`, and holds its `lock`."""
+    """Returns a context manager that prepares `folder` for calls of `lock_and_append` by others.
+
+    It makes the file `appended`, and holds the lock of the file `lock`."""
     (folder / "appended").touch()
     with open(folder / "lock", "w") as lock:
         with suppress(OSError):  # a file system without locks, which lock_and_append reports
@@ -183,11 +198,10 @@ def locked_for_trial(folder: Path) -> Iterator[None]:
 
 
 def lock_and_append(folder: Path, line: str, num_lines: int) -> str:
-    """Appends lines to `appended`, and tries to take the lock that `locked_for_trial` holds.
+    """Tries to take the lock that `locked_for_trial` holds, and appends to the file `appended`.
 
-    Returns "held" (as it should be), "free", or the error of a file system without locks. Raises
-    OSError if it cannot append.
-    """
+    It appends `line` `num_lines` times. Returns "held" (as it should be), "free", or the error of a
+    file system without locks. Raises OSError if it cannot append."""
     # A flock lock belongs to the opened file, so it excludes threads as well as other nodes.
     with open(folder / "lock") as lock:
         try:

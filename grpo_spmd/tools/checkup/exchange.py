@@ -43,15 +43,17 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 
+# What a rank's Report says while it waits for others (Report.at).
 WAITING = "waiting for the devices of the others"
 NO_CONNECTION = "a firewall, or the wrong interface: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"
 # The fraction of the bandwidth in a card's data sheet that is expected.
 EXPECTED_FRACTION = 0.5
 # A lower bandwidth between GPU nodes probably means that the wrong network is used.
 _SLOW_GB_S = 1.0
-_MAX_FACTS = 4
+_MAX_FACTS = 4  # that a line names
 _POLL_S = 0.02
-_SKEW_S = 0.5
+_SKEW_S = 0.5  # clocks of nodes may differ by so much
+# How long rank 0 waits for another node's time, and for its trial of the run folder.
 _CLOCK_S = 10.0
 _FOLDER_S = 20.0
 # Lines that each node appends to the shared file.
@@ -75,7 +77,7 @@ Findings = Mapping[int, RankFindings]
 
 @dataclass
 class Report:
-    """What one rank has measured.
+    """What one rank has measured of its device and of all-reduces.
 
     It is filled step by step, so that the report of a rank that hangs shows how far it got.
     """
@@ -110,22 +112,22 @@ class Launch:
 
     rank: int
     num_ranks: int
-    local_rank: int
-    local_ranks: int
+    local_rank: int  # within its node
+    local_ranks: int  # number of ranks of its node
     environ: Mapping[str, str]
     serves_store: bool  # rank 0, unless torchrun's agent already serves the store
 
 
 def find_launch(environ: Mapping[str, str]) -> Launch | None:
-    """Returns how torchrun or srun launched this process, or None if it is alone.
+    """Returns this rank's place among the ranks that torchrun or srun launched.
 
-    Raises ConfigError if RANK is set but not the address where ranks meet.
-    """
+    Returns None if this process is the only one. Raises ConfigError if RANK is set but not the
+    address where ranks meet."""
     if "RANK" not in environ:
         environ = {**environ, **_torchrun_variables(environ)}
     num_ranks = int(environ.get("WORLD_SIZE", number_of_ranks()))
-    # A single rank counts as launched if it has a port, as from check_links, but not if torchrun
-    # started it: it is then alone.
+    # A single rank needs no exchange, so it counts as alone. The exception is the rank that
+    # check_links starts for a single GPU: it sets MASTER_PORT, and is not torchrun.
     is_alone = "TORCHELASTIC_RUN_ID" in environ or "MASTER_PORT" not in environ
     if "RANK" not in environ or (num_ranks == 1 and is_alone):
         return None
@@ -146,9 +148,9 @@ def find_launch(environ: Mapping[str, str]) -> Launch | None:
 
 
 def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that torchrun would set for this task of a Slurm step.
+    """Returns the variables that torchrun would set for this process, from those of Slurm.
 
-    Returns {} if this process is no such task, or the only one of its step.
+    Returns {} if this process is no task of a Slurm step (srun), or the only one of its step.
     """
     names = [name for name in environ if name.startswith("SLURM_")]
     slurm = {name.removeprefix("SLURM_"): environ[name] for name in names}
@@ -173,7 +175,9 @@ def _torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Returns the first host of Slurm's list: "node[03-05,9],login1" gives node03."""
+    """Returns the first host of Slurm's list of nodes: "node[03-05,9],login1" gives node03.
+
+    For an empty list it is this machine, 127.0.0.1."""
     match = re.match(r"([^,\[]*)(?:\[(\d+)[^\]]*\])?([^,]*)", nodes)
     return "".join(text or "" for text in match.groups()) if match and nodes else "127.0.0.1"
 
@@ -181,8 +185,8 @@ def first_host(nodes: str) -> str:
 def check_links(target: Target) -> Iterator[Result]:
     """Measures all-reduces on this machine, between one rank for each GPU or two on the CPU.
 
-    Each rank is a process that runs `checkup --only links`. Yields the lines that their rank 0 has
-    printed as JSON.
+    Each rank is a process that runs `checkup --only links`. Yields the lines that rank 0 of these
+    has printed as JSON. A checkup under torchrun or srun measures its own ranks instead.
     """
     if target.is_launched:
         return
@@ -200,6 +204,7 @@ def check_links(target: Target) -> Iterator[Result]:
     command += ["--deadline", f"{target.deadline_s:g}", "--json", "/dev/stdout"]
 
     def run_rank(rank: int) -> tuple[str, str]:
+        """Runs one rank until it ends. Returns what it has written to (stdout, stderr)."""
         numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         answer = target.run(command, 3 * target.deadline_s + 60, environ | numbers)
         return answer.stdout, answer.stderr.strip()
@@ -227,10 +232,11 @@ def name_ranks(ranks: Sequence[int], findings: Findings) -> str:
 
 
 def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
-    """Yields (group, line): one line if all ranks found the same, else one for each finding.
+    """Yields (group, line) for the findings of all ranks.
 
-    The lines are in the order of the checks, group by group.
-    """
+    If all ranks found the same in a check, it has one line, else one for each finding, which names
+    the ranks. The lines are in the order of the checks, group by group."""
+    # By group of checks, name of the line, and rank.
     groups: dict[str, dict[str, dict[int, list[Result]]]] = {}
     for rank, rank_findings in findings.items():
         for group, result in rank_findings.results:
@@ -238,8 +244,8 @@ def merge_findings(findings: Findings) -> Iterator[tuple[str, Result]]:
             by_rank.setdefault(rank, []).append(result)
     for group, names in groups.items():
         for name, results in names.items():
-            # Ranks without a line of this name did not run the check, since its scope leaves them
-            # out; but links are measured by all ranks.
+            # Ranks without a line of this name are outside the check's scope (such as one rank for
+            # each machine), so they do not count; but links are measured by all ranks.
             num_ranks = len(findings if group == "links" else results)
             for line in _merge_results(results, findings, num_ranks):
                 yield group, line
@@ -254,8 +260,9 @@ def _merge_results(
 ) -> Iterator[Result]:
     """Yields the merged lines of one check, which `num_ranks` ranks have run.
 
-    `results` has the lines of each rank.
+    `results` has the lines of each rank. A merged line names its ranks if they are not all ranks.
     """
+    # By (level, finding without its numbers): one line of each rank.
     kinds: dict[tuple[int, str], dict[int, Result]] = defaultdict(dict)
     for rank in sorted(results):
         for line in results[rank]:
@@ -272,10 +279,10 @@ def _merge_results(
 
 
 def _differences(results: Mapping[int, Sequence[Result]], findings: Findings) -> list[str]:
-    """Returns a text for each fact that differs between ranks, and how many more there are.
+    """Returns a text for each fact that differs between ranks, at most _MAX_FACTS.
 
-    A fact is a value that must be the same on all ranks, such as a version.
-    """
+    If more differ, a last text says how many. A fact is a value that must be the same on all ranks,
+    such as a version."""
     facts = {rank: ChainMap(*(line.facts for line in lines)) for rank, lines in results.items()}
     texts: list[str] = []
     for fact in dict.fromkeys(fact for rank_facts in facts.values() for fact in rank_facts):
@@ -300,11 +307,13 @@ def check_reports(
     findings: Findings,
     seconds: float,
 ) -> Iterator[Result]:
-    """Yields the lines about devices and all-reduces.
+    """Yields the lines about devices and all-reduces. Only rank 0 calls it.
 
-    `nodes` has the ranks of each node. `seconds` is the deadline that the ranks had.
+    `nodes` has the ranks of each node. `seconds` is the deadline that the ranks had. A rank without
+    a report gave no answer.
     """
     name = "all-reduce"
+    # The lines of the reports in the form that merge_findings takes.
     measured = {
         rank: replace(
             rank_findings,
@@ -317,6 +326,7 @@ def check_reports(
     # If a rank has no device, the all-reduces of the others fail as well. Their lines are left out,
     # since they do not tell the cause.
     yield from (line for line in lines if line.name != name or "device" not in failed)
+    # Ranks that had not finished at the deadline, with what they were doing.
     stuck = {
         rank: report.at for rank, report in reports.items() if report.at not in ("done", "failed")
     }
@@ -355,7 +365,8 @@ def _speed_line(
 ) -> Iterator[Result]:
     """Yields a line about the speed of all-reduces among `num_ranks` ranks, if any were measured.
 
-    `measured` has a list for each rank, with (bytes, seconds) for each size.
+    `measured` has a list for each rank, with (bytes, seconds) for each size. `scope` says which
+    ranks these are, such as "within each node". A speed below `expected_gb_s` is a warning.
     """
     # An all-reduce is as slow as its slowest rank. A rank that is alone in its node has an empty
     # list.
@@ -383,8 +394,9 @@ def _speed_line(
 class Exchange:
     """Exchanges values between ranks: each rank posts a value under a key, and rank 0 gathers them.
 
-    All ranks can read what rank 0 has posted (`wait_for_rank0`). Reads poll the store, because a
-    wait inside the store could not be interrupted by a signal.
+    It works over torch's key-value store, without a process group. All ranks can read what rank 0
+    has posted (`wait_for_rank0`). Reads poll the store, because a wait inside the store could not
+    be interrupted by a signal.
     """
 
     def __init__(self, store: dist.Store, rank: int, num_ranks: int) -> None:
@@ -407,7 +419,7 @@ class Exchange:
             name = f"{key}/{rank}"
             while not self.store.check([name]) and time.monotonic() < deadline:
                 time.sleep(_POLL_S)
-            # After the deadline every further rank is still looked up once.
+            # Also after the deadline: every further rank is still looked up once.
             if self.store.check([name]):
                 values[rank] = json.loads(self.store.get(name))
         return values
@@ -425,7 +437,7 @@ class Exchange:
 def check_clocks(
     exchange: Exchange, leaders: Sequence[int], findings: Findings, posted_at: float
 ) -> Iterator[Result]:
-    """Compares the clocks of all nodes with rank 0's. Only rank 0 calls it.
+    """Yields a line about the clocks of all nodes, compared with rank 0's. Only rank 0 calls it.
 
     `leaders` are the first ranks of the other nodes. Each posts its time under "clock" as soon as
     it has read the plan, which rank 0 posted at `posted_at`.
@@ -459,12 +471,14 @@ def check_clocks(
 
 
 def _line_of(rank: int) -> str:
-    """Returns the line that a rank appends, long enough for mixed lines to be noticed."""
+    """Returns the line that a rank appends to the shared file.
+
+    It is so long that lines which were mixed with each other would be noticed."""
     return f"rank {rank}{'.' * 100}"
 
 
 def try_folder(folder: str, rank: int) -> str:
-    """Tries locks and appends in rank 0's scratch folder, from another node.
+    """Tries locks and appends in rank 0's scratch folder. The first ranks of other nodes call it.
 
     Returns "unseen" if this node does not see the folder, else the result of lock_and_append.
     """
@@ -479,7 +493,7 @@ def try_folder(folder: str, rank: int) -> str:
 def check_shared_folder(
     exchange: Exchange, scratch: Path, leaders: Sequence[int], findings: Findings
 ) -> Iterator[Result]:
-    """Checks whether the other nodes see the same run_dir, its locks and its appended lines.
+    """Yields lines on whether the other nodes see the same run_dir, its locks and appended lines.
 
     Only rank 0 calls it. It has made the folder `scratch` in run_dir and holds the folder's lock.
     The `leaders`, the first ranks of the other nodes, have called `try_folder` on it and post the

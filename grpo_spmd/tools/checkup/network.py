@@ -25,8 +25,8 @@ from grpo_spmd.tools.checkup.results import (
     warning,
 )
 
-_DEFAULT_PORT = "29500"
-_SHORT_S = 600.0
+_DEFAULT_PORT = "29500"  # torchrun's
+_SHORT_S = 600.0  # less time than this left to a job is a warning
 # Variables whose values are not shown.
 _SECRET = re.compile("TOKEN|SECRET|PASSWORD|API_KEY|CREDENTIAL", re.IGNORECASE)
 # Variables that must be the same on all ranks.
@@ -49,7 +49,10 @@ _SLOWING = {
 
 
 def check_host_name(target: Target) -> Iterator[Result]:
-    """Checks the interfaces that gloo and NCCL shall use, and the addresses of the host's name."""
+    """Checks that other hosts can connect to gloo and NCCL on this one.
+
+    The network interfaces that variables name must exist, and the host's name, which gloo uses by
+    default, must have an address that others can reach."""
     interfaces = [name for _, name in socket.if_nameindex()]
     # NCCL accepts the beginning of a name, gloo only the whole name.
     for variable, matches in (
@@ -99,7 +102,8 @@ def check_port(target: Target) -> Iterator[Result]:
     remedy = "MASTER_PORT, or torchrun --master-port or --standalone, takes another port"
     try:
         with socket.socket() as trial:
-            # So that a port counts as free which a finished run still holds in TIME_WAIT.
+            # A port that a finished run still holds in the state TIME_WAIT counts as free, since
+            # ranks can use it.
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # -1 raises OverflowError, while 0 would stand for any free port.
             trial.bind(("", int(text) or -1))
@@ -113,7 +117,9 @@ def check_port(target: Target) -> Iterator[Result]:
 
 
 def _find_listener(port: int) -> str:
-    """Returns " by process PID (COMMAND)", or "" if the process belongs to somebody else."""
+    """Returns which process listens at the port, as " by process PID (COMMAND)".
+
+    Returns "" if that cannot be told, since the process belongs to another user."""
     with suppress(psutil.Error):
         for connection in psutil.net_connections("tcp"):
             is_listener = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
@@ -131,6 +137,7 @@ def check_hub(target: Target) -> Iterator[Result]:
     endpoint = target.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     status, text = ask(f"{endpoint}/api/models?limit=1")
     config = target.config
+    # Without a config, the hub counts as needed.
     sources = [config.data.train, *config.data.eval_sets.values()] if config else ["hub:"]
     is_local = not any(str(source).startswith("hub:") for source in sources)
     # A status such as 401 or 404 is an answer too.
@@ -169,7 +176,10 @@ def check_torchrun(target: Target) -> Iterator[Result]:
 
 
 def check_environment(target: Target) -> Iterator[Result]:
-    """Checks for variables that slow ranks down. All are facts, to be compared across ranks."""
+    """Checks for environment variables that slow ranks down.
+
+    The values of all variables that matter to a run are facts of the line, which are compared
+    across ranks."""
     facts: dict[str, str] = {}
     slow: list[str] = []
     for name, value in sorted(target.environ.items()):

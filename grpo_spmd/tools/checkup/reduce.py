@@ -1,4 +1,8 @@
-"""Measures devices and all-reduces: the part of the checkup that uses torch."""
+"""Measures devices and all-reduces: the part of the checkup that uses torch.
+
+Of a GPU it measures the speed of copies from pinned host memory, and of all-reduces the time for
+several sizes. All-reduces also check that the ranks reach each other and that sums are right.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,9 @@ from grpo_spmd.tools.checkup.results import Result, bad, ok, rated
 
 _SIZES = (1 << 16, 1 << 20, 16 << 20, 64 << 20)  # bytes
 _GPU_SIZES = (*_SIZES, 256 << 20)
-_NUM_TIMES = 4
+_NUM_TIMES = 4  # how often an all-reduce is timed
 _SLOW_S = 1.0  # larger sizes are not tried after an all-reduce that takes longer
-_PINNED_BYTES = 256 << 20
+_PINNED_BYTES = 256 << 20  # of the copy to a GPU
 # The timeout of torch's own waits. The checkup keeps its deadline, which is shorter, outside torch.
 _NEVER = timedelta(hours=1)
 
@@ -37,7 +41,7 @@ class RankExchange(Exchange):
     """An Exchange over the store at MASTER_ADDR:MASTER_PORT, which also measures this rank."""
 
     def __init__(self, launch: Launch, deadline_s: float) -> None:
-        """Serves or opens the store, without waiting for other ranks.
+        """Serves torch's key-value store, or connects to it, without waiting for other ranks.
 
         Raises RuntimeError if the store cannot be reached within `deadline_s`.
         """
@@ -51,16 +55,18 @@ class RankExchange(Exchange):
             wait_for_workers=False,
         )
         store.set_timeout(_NEVER)
+        # The prefix keeps keys of an earlier attempt of the same torchrun apart.
         restart = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         prefix = f"checkup/{environ.get('TORCHELASTIC_RUN_ID', '')}/{restart}"
         super().__init__(dist.PrefixStore(prefix, store), launch.rank, launch.num_ranks)
         self._local_rank, self._deadline_s = launch.local_rank, deadline_s
 
     def measure(self, nodes: Sequence[Sequence[int]]) -> Report:
-        """Collective. Returns what this rank has measured until its deadline.
+        """Collective. Returns what this rank has measured of its device and of all-reduces.
 
-        `nodes` has the ranks of each node. The deadline is kept here, because the timeouts of NCCL
-        and gloo come later or end the process.
+        `nodes` has the ranks of each node. A failure is a line of the report, and what is not
+        measured by the rank's deadline is missing. The deadline is kept here, because the timeouts
+        of NCCL and gloo come later or end the process.
         """
         report = Report()
         # A connection to the store serves one call at a time. The thread has its own, so that
@@ -83,7 +89,7 @@ class RankExchange(Exchange):
         """Collective. Measures this rank's device, then all-reduces: within each node, if there are
         several nodes, and over all ranks."""
         report.begin("measuring its device")
-        kind = ""
+        kind = ""  # "cuda" or "cpu"; "" if the rank has no device
         try:
             device = rank_device(self._local_rank)
             name = "the CPU"
@@ -97,7 +103,8 @@ class RankExchange(Exchange):
         except (ConfigError, RuntimeError) as error:
             finding, _, remedy = _first_line(error).partition("; ")
             report.lines.append(bad("device", finding, remedy or "look at that rank's host"))
-        # A group is formed only if all ranks have a device, and of the same kind.
+        # A process group is formed only if all ranks have a device, and of the same kind. The ranks
+        # tell each other over the store.
         store.set(f"device/{self.rank}", kind)
         report.begin(WAITING)
         kinds = {store.get(f"device/{rank}").decode() for rank in range(self.num_ranks)}
@@ -122,9 +129,9 @@ class RankExchange(Exchange):
 def _measure_sums(
     report: Report, device: torch.device, group: dist.ProcessGroup | None
 ) -> list[tuple[int, float]]:
-    """Collective in `group`. Times all-reduces: returns (bytes, seconds) for each size.
+    """Collective in `group` (None: all ranks). Returns (bytes, seconds of an all-reduce) by size.
 
-    Stops after a size that took longer than _SLOW_S.
+    A wrong sum is a line of `report`. Stops after a size that took longer than _SLOW_S.
     """
     num_ranks = dist.get_world_size(group)
     times = []
@@ -152,7 +159,9 @@ def _measure_sums(
 
 
 def _check_pinned(device: torch.device, report: Report) -> Result:
-    """Measures how fast pinned host memory is copied to the device."""
+    """Returns a line about how fast pinned (page-locked) host memory is copied to the device.
+
+    It is a warning if the speed is far below the card's, and bad if there is no such memory."""
     name = "pinned memory"
     try:
         host = host_buffer(_PINNED_BYTES, device)
@@ -175,4 +184,5 @@ def _check_pinned(device: torch.device, report: Report) -> Result:
 
 
 def _first_line(error: Exception) -> str:
+    """Returns the first line of an error's text, shortened if it is very long."""
     return str(error).strip().partition("\n")[0][:300]

@@ -26,7 +26,7 @@ Level = Literal["ok", "warning", "bad"]
 LEVELS: tuple[Level, ...] = ("ok", "warning", "bad")
 _NAME_COLUMNS = 14
 _MAX_FILE_BYTES = 1 << 20
-# The programs that checks have started; end_programs() kills those that still run.
+# The programs (child processes) that checks have started; end_programs() kills those that run.
 _programs: list[subprocess.Popen[str]] = []
 # Held while a program is started, so that end_programs() in another thread cannot miss it.
 _starting = threading.Lock()
@@ -47,14 +47,17 @@ class Result:
 
 
 def ok(name: str, finding: str, facts: dict[str, str] | None = None) -> Result:
+    """Returns a line that says that all is well."""
     return Result(name, "ok", finding, "", facts or {})
 
 
 def warning(name: str, finding: str, remedy: str, facts: dict[str, str] | None = None) -> Result:
+    """Returns a line about something that may harm a run, such as its speed."""
     return Result(name, "warning", finding, remedy, facts or {})
 
 
 def bad(name: str, finding: str, remedy: str, facts: dict[str, str] | None = None) -> Result:
+    """Returns a line about something for which the machine is not fit for a run."""
     return Result(name, "bad", finding, remedy, facts or {})
 
 
@@ -86,6 +89,7 @@ class Target:
 
     @property
     def ranks_text(self) -> str:
+        """The number of ranks of this machine, such as "8 ranks"."""
         return plural(self.local_ranks, "rank")
 
     def read(self, *paths: str) -> str:
@@ -152,10 +156,10 @@ class Check:
 
 
 def run_check(check: Check, target: Target) -> list[Result]:
-    """Returns the results of a check until its deadline.
+    """Returns the results that a check has yielded at its deadline.
 
-    If it raises or hangs, a warning that says so is the last result. A check that hangs leaves its
-    thread behind: the caller must end the process by exit_process.
+    If the check raises or hangs, a warning that says so is the last result. A check that hangs
+    leaves its thread behind: the caller must end the process by exit_process.
     """
     results: list[Result] = []
     try:
@@ -177,7 +181,9 @@ class Page:
     """Prints results in groups and writes them to a JSON Lines file."""
 
     def __init__(self, json_file: Path | None = None, terminal: Terminal | None = None) -> None:
-        """Raises ConfigError if `json_file` cannot be written."""
+        """Opens `json_file`, if it is given, for the results.
+
+        Raises ConfigError if it cannot be written."""
         self.counts: Counter[str] = Counter()
         self._terminal, self._group = terminal or Terminal(), ""
         try:
@@ -217,6 +223,7 @@ class Page:
         return 2 if num_bad else 0
 
     def _write(self, **fields: Any) -> None:
+        """Writes a line to the JSON Lines file, if there is one."""
         if self._json is not None:
             print(json.dumps(fields), file=self._json, flush=True)
 

@@ -60,8 +60,10 @@ def main() -> None:
 
 
 def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
-    """Prints the plan, or with --suggest only overrides. Returns True if the config fits, with
-    --suggest also if it fits with the printed overrides."""
+    """Prints the plan of the config, or with --suggest only overrides.
+
+    Returns True if the config fits, with --suggest also if it fits with the printed overrides.
+    Writes the file of --json."""
     from grpo_spmd.tools.plan.phases import (
         decide,
         facts_from_config,
@@ -71,9 +73,13 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
     )
 
     def plan_of(config: Config) -> Plan:
+        """Returns the plan of a config in which no key is auto."""
         return make_plan(Case(config, facts, card, args.ranks), folder)
 
     def plan_with(overrides: Sequence[str]) -> Plan:
+        """Returns the plan of the command's config with further overrides.
+
+        Raises ConfigError if a run would refuse them."""
         # The values chosen for auto stay as they are, so that a suggestion changes little.
         config = load_config(args.config, [*args.overrides, *_decided_overrides(plan), *overrides])
         _check_config(config, args)
@@ -81,6 +87,7 @@ def _print_plan(args: argparse.Namespace, folder: Path, card: Card) -> bool:
 
     facts = facts_from_config(folder)
     config = load_config(args.config, args.overrides)
+    # First values for the keys that are auto, then overrides that the user would have to set.
     plan = decide(config, plan_of, _engine_sizes(config, facts.config, args))
     proposals, advised = suggestions(plan, plan_with), larger_cache(plan, plan_with)
     if args.json is not None:
@@ -115,7 +122,9 @@ def _lora_text(proposals: Sequence[Suggestion]) -> str:
 
 
 def _decided_overrides(plan: Plan) -> list[str]:
-    """Returns overrides that set the keys of DECIDED_KEYS to their values in the planned config."""
+    """Returns overrides that set the keys that can be auto to their values in the planned config.
+
+    The keys are those of DECIDED_KEYS."""
     values = decided_values(plan.case.config)
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
@@ -162,6 +171,7 @@ def _text_lines(
             f"memory is free in rollout: {advised.overrides[0]} would run "
             f"{advised.plan.kv_cache.num_running} of them at one time, not {cache.num_running}"
         )
+    # Without room for one sequence the time of a rollout cannot be estimated.
     if cache.full_length:
         seconds = ", ".join(f"{phase} {s:.1f}" for phase, s in plan.time.items())
         yield (
@@ -188,7 +198,10 @@ def _text_lines(
 def _as_json(
     plan: Plan, proposals: Sequence[Suggestion], advised: Suggestion | None
 ) -> dict[str, Any]:
-    """Returns the plan as --json writes it."""
+    """Returns the plan as the JSON object of --json.
+
+    `proposals` are suggestions with which a plan that does not fit might fit; `advised` is one with
+    a larger KV cache, or None."""
     cache = plan.kv_cache
     return {
         "fits": plan.fits,
@@ -224,7 +237,7 @@ def _as_json(
 
 
 def _suggestion_json(suggestion: Suggestion) -> dict[str, Any]:
-    """Returns a suggestion as --json writes it."""
+    """Returns a suggestion as a JSON object of --json: its overrides, and the plan with them."""
     plan = suggestion.plan
     return {
         "overrides": list(suggestion.overrides),
@@ -246,16 +259,20 @@ def _gib_by_name(usage: Mapping[str, int]) -> dict[str, float]:
 
 
 def _join_usage(usage: Mapping[str, int]) -> str:
+    """Returns a usage as text: each purpose with its GiB, the largest first."""
     return ", ".join(f"{name} {gib:.2f}" for name, gib in _gib_by_name(usage).items())
 
 
 def _engine_sizes(
     config: Config, model: Mapping[str, Any], args: argparse.Namespace
 ) -> Sequence[int]:
-    """Returns the numbers of ranks that an engine may have, in ascending order. `model` is the
-    contents of config.json."""
+    """Returns the numbers of ranks that an engine may have, in ascending order.
+
+    If tensor_parallel_size is auto, they are 1 and those of 2, 4, 8 that suit the ranks and the
+    model. `model` is the contents of config.json."""
     if config.rollout.tensor_parallel_size != "auto":
         return (config.rollout.engine_ranks,)
+    # A size that the checks refuse is left out.
     sizes = [1]
     for size in (2, 4, 8):
         candidate = decided(config, {ENGINE_RANKS_KEY: size})
@@ -283,6 +300,7 @@ def _check_config(config: Config, args: argparse.Namespace) -> Path:
 
 
 def _parser() -> OverridesParser:
+    """Returns the parser of the command line."""
     parser = OverridesParser(
         allow_abbrev=False,
         prog="python -m grpo_spmd.plan",

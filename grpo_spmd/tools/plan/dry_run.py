@@ -59,7 +59,9 @@ class Peaks:
 
 @dataclass(frozen=True)
 class Pass:
-    """The passes over one micro-batch of a rank, and everything on which their memory depends."""
+    """The passes over one micro-batch of a rank, with everything on which their memory depends.
+
+    `peaks_of` runs it with few layers and returns its peaks for the whole model."""
 
     folder: Path  # of the model's config.json
     model: ModelConfig
@@ -71,11 +73,16 @@ class Pass:
     on_gpu: bool  # True: count as on a GPU, where operators differ from those of a CPU
 
     def run(self, num_layers: int) -> tuple[dict[str, Usage], int]:
-        """Returns (peaks by moment with `num_layers` layers, depth of the whole model)."""
+        """Runs the passes on fake tensors, with a model of only `num_layers` layers.
+
+        Returns (peaks by moment, the number of layers of the whole model). The peaks are without
+        the state that exists before the passes.
+        """
         hf_config = load_config(str(self.folder))
         depth = hf_config.num_hidden_layers
         sharing = self.model.sequence_parallel_size
-        # Of the ranks that share a row the last one has the most completion tokens.
+        # With sequence parallelism several ranks share a row of packed rollouts. The last of these
+        # ranks has the most completion tokens, so its passes are run.
         with fake_ranks(self.num_ranks, self.model.num_replicas, rank=sharing - 1) as mesh:
             group = sequence_group(torch.device("cpu"), sharing)
             policy = self._build_policy(shallow(hf_config, num_layers), group)
@@ -89,8 +96,10 @@ class Pass:
                 # Nothing is allocated, since the tensors are fake.
                 policy.to_empty(device="cpu")
                 policy.model.tie_weights()
+                # The bytes of the sharded policy.
                 state = live.live()
                 self._run_passes(policy, live)
+        # These two moments only prepare the passes.
         del live.peaks["built"], live.peaks["gradients"]
         for usage in live.peaks.values():
             usage.subtract(state)
@@ -111,11 +120,13 @@ class Pass:
         with torch.device("meta"):
             # Without triton on this machine the plain code is run, whose buffers are larger.
             fused = self.on_gpu and self.model.logprob_kernel != "plain" and find_spec("triton")
+            # The temperature, 1.0, has no effect on the memory.
             logits = logit_settings(1.0, self.model.logprob_chunk_tokens, is_fused=bool(fused))
             policy = Policy(hf_config, logits, attention, stored, group)
             if policy.saved:
-                # The implementation on a GPU. A loop over experts would need values, which fake
-                # tensors lack.
+                # Only a mixture of experts has parameters that are saved in another layout. This is
+                # its implementation on a GPU; a loop over experts would need the values of routes,
+                # which fake tensors lack.
                 policy.model.set_experts_implementation("grouped_mm")
             policy.requires_grad_(trains_all)
             if not trains_all:
@@ -131,6 +142,8 @@ class Pass:
     def _run_passes(self, policy: Policy, live: LiveBytes) -> None:
         """Runs a pass for logprobs, if the config has one, and a forward and backward pass, while
         `live` counts."""
+        # Only the numbers of tokens matter here. Ids, logprobs, advantages (1.0) and masks (True)
+        # may have any values.
         max_tokens = max(completion for _, completion in self.lengths)
         updater = PolicyUpdater(policy, OptimizerConfig(), self.loss, TrainingConfig(), max_tokens)
         rollouts = [
@@ -156,7 +169,8 @@ class Pass:
 def peaks_of(work: Pass) -> Peaks:
     """Returns the peaks of the passes with the model's full depth.
 
-    Raises ConfigError if transformers cannot build or run the model.
+    They are cached, since several plans of a command may need the same passes. Raises ConfigError
+    if transformers cannot build or run the model.
     """
     with as_config_error(str(work.folder), "cannot be run on fake tensors"):
         moments = at_full_depth(work.run)
@@ -175,6 +189,7 @@ def at_full_depth(run: Callable[[int], tuple[dict[str, Usage], int]]) -> dict[st
     peaks, depth = run(few)
     if depth > few:
         larger_peaks, _ = run(more)
+        # The difference of the two runs is the bytes of one layer; add it for each missing layer.
         for moment, usage in peaks.items():
             slope = larger_peaks[moment]
             slope.subtract(usage)
@@ -208,17 +223,21 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
     and in the backward pass. The hooks keep no tensor alive."""
 
     def begin_backward_at(tensor: torch.Tensor, name: str) -> None:
+        """Lets `live` begin the moment "backward: NAME" in the backward pass, at this tensor."""
         # The moment begins when this tensor's gradient is ready.
         if tensor.requires_grad:
             tensor.register_hook(lambda _: live.begin(f"backward: {name}", is_backward=True))
 
     def before(name: str, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Is called before the forward pass of the layer with this name."""
         live.begin(f"{'forward' if torch.is_grad_enabled() else 'scoring'}: {name}")
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        # When the gradient of the first layer's input is ready, all layers have run backward.
         if name == "first" and tensors:
             begin_backward_at(tensors[0], "root")
 
     def after(name: str, layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        """Is called after the forward pass of the layer with this name."""
         begin_backward_at(output[0] if isinstance(output, tuple) else output, name)
         if layer is layers[-1]:
             live.begin("scores" if torch.is_grad_enabled() else "scoring: scores")
@@ -234,8 +253,9 @@ def mark(live: LiveBytes, layers: list[nn.Module]) -> None:
 
 @contextmanager
 def fake_ranks(num_ranks: int, num_replicas: int, rank: int = 0) -> Iterator[DeviceMesh]:
-    """Returns a context manager that yields a mesh of `num_ranks` ranks. Only this `rank` exists,
-    and collectives do nothing."""
+    """Returns a context manager that yields a device mesh of `num_ranks` ranks.
+
+    Only this process, which is `rank`, exists, and collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
     try:
         yield policy_mesh(torch.device("cpu"), num_replicas)
@@ -263,11 +283,14 @@ class LiveBytes(TorchDispatchMode):
     def __init__(
         self, parameter_shapes: set[tuple[int, ...]], vocabulary: int, *, on_gpu: bool
     ) -> None:
+        """`parameter_shapes` are those before sharding; `vocabulary` is the number of tokens V."""
         super().__init__()
         self._shapes, self._vocabulary, self._on_gpu = parameter_shapes, vocabulary, on_gpu
+        # By storage; a storage that is freed is dropped from it.
         self._accounts: Any = WeakIdKeyDictionary()
         self._usage: Usage = Counter()
         self._peak, self._moment, self._is_backward = 0, "built", False
+        # By moment: the live bytes when they were the most.
         self.peaks: dict[str, Usage] = {}
         self._resize = torch.UntypedStorage.resize_
 
@@ -275,6 +298,7 @@ class LiveBytes(TorchDispatchMode):
         """Begins to count."""
 
         def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            """Calls torch's resize_, and counts the new size."""
             resized = self._resize(storage, size)
             self._count(storage, _GATHERED)
             return resized
@@ -289,7 +313,8 @@ class LiveBytes(TorchDispatchMode):
         super().__exit__(*error)
 
     def begin(self, moment: str, *, is_backward: bool = False) -> None:
-        """Begins a moment, to whose peak the live bytes count from now on."""
+        """Begins a moment: the most bytes that are live until the next call are its peak."""
+        # -1, so that the bytes that are live now are recorded as the first peak.
         self._moment, self._peak, self._is_backward = moment, -1, is_backward
         self._update_peak()
 
@@ -319,8 +344,8 @@ class LiveBytes(TorchDispatchMode):
         shape = tuple(tensor.shape)
         is_product = self._on_gpu and func is torch.ops.aten.mm.default
         if is_product and shape[0] == self._vocabulary and tensor.dtype != torch.float32:
-            # This product is a part of the lm_head's float32 gradient. On a GPU it is added to the
-            # gradient in place and takes no memory (logprobs.add_product).
+            # This matrix product is a part of the lm_head's gradient, which is float32. On a GPU it
+            # is added to the gradient in place and takes no memory (logprobs.add_product).
             return
         is_sum = self._is_backward and func is torch.ops.aten.add.Tensor
         if is_sum and shape in self._shapes:

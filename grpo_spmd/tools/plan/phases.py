@@ -75,13 +75,13 @@ from grpo_spmd.tools.plan.step_time import (
     with_fragmentation,
 )
 
-# (prompt tokens, completion tokens) of each of some rollouts.
+# (prompt tokens, completion tokens) of each rollout.
 Lengths = Sequence[tuple[int, int]]
 # Tokens in one block of vLLM's KV cache on a GPU.
 _BLOCK = 16
 # The smallest chunk of logits that is suggested.
 _MIN_CHUNK = 256
-# This is suggested if nothing else fits.
+# The override that trains LoRA adapters, which is suggested if nothing else fits.
 _LORA = "model.lora.rank=16"
 # Purposes whose bytes are estimated (step_time.py). The bytes of all others are counted.
 _ESTIMATED = frozenset(
@@ -123,7 +123,7 @@ class PlannedModel:
 
 
 def plan_side_models(case: Case) -> list[PlannedModel]:
-    """Returns the memory of all side models of the config.
+    """Returns the memory that each side model of the config takes on one rank.
 
     Raises ConfigError, for example if the config.json of a model is not on this machine.
     """
@@ -137,6 +137,7 @@ def _plan_model(side: SideModel, case: Case) -> PlannedModel:
     folder, config = folder_with_config(side.path, side.key, side.revision), case.config
     facts = facts_from_config(folder)
     facts = replace(facts, shapes=with_head(side.kind, facts.shapes, facts.config))
+    # Teachers and reward models are frozen.
     trains = side.kind == "critic"
     work = trainer_pass(config, folder, case.num_ranks)
     model = replace(work.model, lora=LoraConfig())
@@ -194,8 +195,9 @@ def teacher_answers(case: Case, side: SideModel) -> Usage:
 
 
 def shared_answers(case: Case) -> Usage:
-    """Returns the bytes of the scores of teachers that share the policy's or the reference's
-    weights."""
+    """Returns the bytes of the scores of teachers without weights of their own.
+
+    These teachers use the weights of the policy or the reference."""
     answers = Usage()
     for name, path in case.config.teacher.paths.items():
         if is_shared_teacher(case.config, path):
@@ -205,11 +207,11 @@ def shared_answers(case: Case) -> Usage:
 
 
 def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) -> Peaks:
-    """Returns the peaks of scoring and update over the policy and the side models of these phases.
+    """Returns the peaks of the phases "logprobs" and "update" over the policy and the side models.
 
-    The models run one after the other, so the largest peak counts. The scores of all teachers are
-    added to it: `answers` has those of teachers without weights of their own.
-    """
+    `peaks` are those of the policy alone. The models run one after the other, so the largest peak
+    counts. The scores of all teachers are added to it; `answers` has the scores of teachers without
+    weights of their own."""
     scoring, update = [peaks.scoring], [peaks.update]
     for model in models:
         if model.waits:
@@ -223,11 +225,11 @@ def merge_peaks(peaks: Peaks, models: Sequence[PlannedModel], answers: Usage) ->
 
 
 def with_value_head(peaks: Peaks, config: Config, hidden: int, lengths: Lengths) -> Peaks:
-    """Returns the peaks, with the memory of a value head on the policy added if the config has one.
+    """Returns the peaks, with the memory of a value head on the policy's model added.
 
-    The memory is the head's state, its gradient, and its float32 inputs for the completions of the
-    largest micro-batch. `hidden` is the size of one input, `lengths` are those of the rollouts.
-    """
+    A value head is a critic there; without one in the config nothing is added. The memory is the
+    head's state, its gradient, and its float32 inputs for the completions of the largest
+    micro-batch. `hidden` is the size of one input, `lengths` are those of the rollouts."""
     # is_on_policy: the critic is a value head on the policy's own model.
     if not config.critic.is_on_policy:
         return peaks
@@ -286,10 +288,11 @@ class KvCache:
     tokens: int
     # Bytes for the engine's longest sequence: a rollout, or a judge's prompt and reply.
     longest_bytes: int
-    # Number of tokens of all the engine's sequences of a step at full length, if the cache holds
-    # the prompt of each group once.
+    # Number of tokens of all the engine's sequences of a step at full length. The sequences of a
+    # group share the tokens of their prompt, unless the model has recurrent layers.
     needed_tokens: int
-    # Number of sequences of full length that can run at the same time.
+    # Number of sequences of full length that can run at the same time; more than `sequences` if
+    # there is room for more.
     full_length: int
     # Number of the engine's sequences of one step.
     sequences: int
@@ -323,6 +326,7 @@ class Plan:
 
     @property
     def step_s(self) -> float:
+        """The seconds of a step."""
         return sum(self.time.values())
 
     @property
@@ -332,21 +336,23 @@ class Plan:
 
     @property
     def margin_gib(self) -> float:
-        """The free GiB in the tightest phase; if the KV cache is too small for one sequence, the
-        (negative) missing GiB where that is less."""
+        """The free GiB in the tightest phase, negative if the plan does not fit.
+
+        If the KV cache is too small for its longest sequence, the lesser of that number and the
+        cache's spare GiB."""
         spare = self.kv_spare_gib
         return min(self.margin_of(self.tightest), spare if spare < 0 else math.inf)
 
     @property
     def kv_spare_gib(self) -> float:
-        """The GiB that the KV cache has beyond its longest sequence."""
+        """The GiB that the KV cache has beyond its longest sequence; negative if it has less."""
         return (self.kv_cache.num_bytes - self.kv_cache.longest_bytes) / GIB
 
     @property
     def engine_margin_gib(self) -> float:
         """The free GiB for the engine: the lesser of what is free in the tightest phase in which it
         is awake, and what its KV cache has beyond its longest sequence."""
-        # In these phases the engine sleeps.
+        # The engine sleeps in the phases that are left out here.
         awake = [
             self.margin_of(name)
             for name in self.phases
@@ -356,6 +362,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """True if all phases fit, and the KV cache holds its longest sequence."""
         return self.margin_gib >= 0
 
     @property
@@ -394,8 +401,8 @@ def make_plan(case: Case, folder: Path) -> Plan:
     host = Usage({"checkpoint's copy": state.saved + sum(copied)})
     host["offloaded"] = state.offloaded(config.model.offload)
     host["engine's weights, asleep"] = engine_backup(config, case.model, sampler_tables(case))
-    # While rollouts are sent to other ranks, their routes exist as arrays, as bytes and in a
-    # message that grows.
+    # Routes are the experts that an MoE's router chose for each token. While rollouts are sent to
+    # other ranks, their routes exist as arrays, as bytes and in a message that grows.
     host["routes"] = 4 * route_bytes(config, case.model, case.num_ranks)
     for model in models:
         host[f"{model.side.name}, waiting"] += model.num_bytes
@@ -426,8 +433,9 @@ def trainer_pass(config: Config, folder: Path, num_ranks: int, *, on_gpu: bool =
 
 
 def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
-    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch: as
-    many rollouts of full length as fit, and a shorter one in the remaining tokens."""
+    """Returns (prompt tokens, completion tokens) of each rollout in the largest micro-batch.
+
+    It has as many rollouts of full length as fit, and a shorter one in the remaining tokens."""
     num_tokens = micro_batch_tokens(config, num_ranks)
     num_full, remaining_tokens = divmod(num_tokens, config.max_rollout_tokens)
     lengths = [(config.data.max_prompt_tokens, config.rollout.max_completion_tokens)] * num_full
@@ -438,8 +446,10 @@ def longest_row(config: Config, num_ranks: int) -> tuple[tuple[int, int], ...]:
 
 
 def kv_cache(case: Case) -> KvCache:
-    """Returns the KV cache of an engine. vLLM makes it as large as the memory that the engine may
-    use, less its weights and buffers."""
+    """Returns the predicted KV cache of one engine.
+
+    Unless the config sets its size, vLLM gives it all the memory that the engine may use
+    (gpu_memory_utilization), less the engine's weights and buffers."""
     config, rollout = case.config, case.config.rollout
     num_bytes = rollout.engine.get("kv_cache_memory_bytes")
     if not isinstance(num_bytes, int):
@@ -449,7 +459,8 @@ def kv_cache(case: Case) -> KvCache:
     token = kv_bytes_per_token(case.sizes, kv_itemsize(config), rollout.engine_ranks)
     sequences = sequences_of_engine(config, case.num_ranks)
     longest_bytes = _round_to_blocks(engine_tokens(config)) * token
-    # What a sequence takes whatever its length leaves less for tokens: as with the longest ones.
+    # Recurrent states take `sequence_bytes` for each sequence, whatever its length. The rest is for
+    # tokens: assume the proportion that the longest sequences have.
     sequence_bytes = kv_bytes_per_sequence(case.sizes, rollout.engine_ranks)
     num_bytes_of_tokens = num_bytes * longest_bytes // (longest_bytes + sequence_bytes)
     tokens = max(0, num_bytes_of_tokens // (token * _BLOCK) * _BLOCK)
@@ -481,13 +492,14 @@ def plan_phases(
     `peaks` are the result of `merge_peaks`, and `models` are the side models.
     """
     config, state, offload = case.config, case.state, case.config.model.offload
+    # Memory outside of tensors, which is there in every phase.
     fixed = Usage({"CUDA context": CONTEXT, "NCCL": nccl_bytes(case)})
     fixed["CUDA graphs, workspaces"] = graph_bytes(case)
     policy = Usage(policy=4 * state.trained, base=state.base)
     reference = Usage(reference=state.reference)
     trainer = policy + Usage(moments=state.moments) + reference
-    # The trainer's tensors on the device while the engine is awake (`awake`), and in the weight
-    # sync, which reads the policy (`in_sync`).
+    # The trainer's tensors that are on the device while the engine is awake (`awake`), depending on
+    # model.offload, and in the weight sync, which reads the policy (`in_sync`).
     awake = {False: trainer, "optimizer": policy + reference, True: Usage()}[offload]
     in_sync = awake or policy
     engine = Usage({"engine's weights": engine_weights(config, case.model)})
@@ -502,12 +514,14 @@ def plan_phases(
     if config.optimizer.name == "adamw_8bit":
         step["optimizer's chunk"] = STEP_BYTES
     update = max(peaks.update, step, key=Usage.total)
+    # For each reward model the device memory while it scores.
     scored = [
         # While reward models score, one after the other, the engine sleeps.
         awake + Usage({model.side.name: model.num_bytes}) + with_fragmentation(model.peaks.scoring)
         for model in models
         if not model.waits
     ]
+    # Teachers and a critic, which come to the device with the trainer's tensors.
     waiting = Usage({model.side.name: model.num_bytes for model in models if model.waits})
     whole_trainer = (
         trainer + waiting + Usage(routes=route_bytes(config, case.model, case.num_ranks))
@@ -541,6 +555,7 @@ def decide(
     """
 
     def lack(candidate: Config) -> float:
+        """Returns the GiB that the engine lacks with this number of ranks; 0.0 if it fits."""
         # Any of the trainer's values will do, since they do not matter in the engine's phases.
         return max(0.0, -plan_of(next(_decisions(candidate))).engine_margin_gib)
 
@@ -554,11 +569,11 @@ def decide(
 
 
 def _decisions(config: Config) -> Iterator[Config]:
-    """Yields the config with values for the trainer's keys that are auto, the fastest first. A
-    config without such keys is yielded once.
+    """Yields copies of the config with values for the trainer's keys that are auto, fastest first.
 
-    First layers recompute nothing, then all but matrix products, then everything; then the
-    micro-batch is halved again and again, down to the longest rollout."""
+    Without such keys there is only one copy. In the first copies layers recompute nothing in the
+    backward pass, then all but matrix products, then everything; after that the micro-batch is
+    halved again and again, down to the longest rollout."""
     recompute, tokens = RECOMPUTE_KEY, MICRO_BATCH_KEY
     num_tokens = config.micro_batch_tokens
     # auto never chooses fewer tokens for a micro-batch (or more, if a rollout needs more).
@@ -575,7 +590,7 @@ def _decisions(config: Config) -> Iterator[Config]:
             yield decided(config, {recompute: True, tokens: num_tokens})
 
 
-# Config overrides that would make a run fit, the fastest first
+# Suggestions: config overrides that would make a run fit
 
 
 # A Planner returns the plan of the config with these overrides, or raises ConfigError if a run
@@ -597,11 +612,10 @@ class Suggestion:
 
 
 def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
-    """Suggests a larger gpu_memory_utilization with which more sequences run at the same time.
+    """Returns a suggestion of a larger KV cache, with which more sequences run at the same time.
 
-    Returns None if the plan does not fit, if all sequences of a step run together already, or if
-    too little memory is free while the engine is awake.
-    """
+    It sets gpu_memory_utilization. Returns None if the plan does not fit, if all sequences of a
+    step run together already, or if too little memory is free while the engine is awake."""
     cache, rollout = plan.kv_cache, plan.case.config.rollout
     if not plan.fits or cache.full_length >= cache.sequences:
         return None
@@ -618,13 +632,13 @@ def larger_cache(plan: Plan, replan: Planner) -> Suggestion | None:
 
 
 def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
-    """Returns suggestions that make the plan fit; an empty list if it fits already.
+    """Returns suggestions for a plan that does not fit.
 
-    If single overrides are enough, each of them is a suggestion, the fastest first. Otherwise there
-    is one suggestion with several overrides, which are added one by one, each time the one that
-    leaves most room. If it does not fit either and one that trains only adapters does, that one is
-    returned in its place.
-    """
+    The list is empty if the plan fits, or if no override helps. `replan` makes the plan of the
+    config with overrides. If single overrides are enough, each of them is a suggestion, the fastest
+    first. Otherwise there is one suggestion with several overrides, which are added one by one,
+    each time the one that leaves most room. If it does not fit either and one that trains only
+    adapters does, that one is returned in its place."""
     if plan.fits:
         return []
     start = Suggestion((), plan)
@@ -641,8 +655,9 @@ def suggestions(plan: Plan, replan: Planner) -> list[Suggestion]:
 
 
 def _add_up(start: Suggestion, replan: Planner) -> Suggestion:
-    """Returns `start` with overrides added, each time the one that leaves most room, until the plan
-    fits or no override helps."""
+    """Returns the suggestion `start` with overrides added one by one.
+
+    Each time it is the override that leaves most room, until the plan fits or no override helps."""
     best = start
     while not best.plan.fits:
         candidate = max(
@@ -657,15 +672,18 @@ def _add_up(start: Suggestion, replan: Planner) -> Suggestion:
 
 
 def _cost(suggestion: Suggestion) -> tuple[float, int, float]:
-    """Returns the key by which suggestions are sorted: time, then number of micro-batches (each
-    costs a little time that the estimate leaves out), then room."""
+    """Returns the key by which suggestions are sorted.
+
+    It is the time of a step, then the number of micro-batches (each costs a little time that the
+    estimate leaves out), then the free memory."""
     plan = suggestion.plan
     return plan.step_s, plan.case.num_micro_batches, -plan.margin_gib
 
 
 def _try_changes(start: Suggestion, replan: Planner) -> list[Suggestion]:
-    """Returns `start` with one more override, for each that could help a phase that does not
-    fit."""
+    """Returns copies of the suggestion `start`, each with one override more.
+
+    There is a copy for each override that could help one of the phases that do not fit."""
     candidates = []
     short = {phase for phase in start.plan.phases if start.plan.margin_of(phase) < 0}
     for change in _changes(start.plan, short):
@@ -692,8 +710,11 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
             yield "model.offload=true"
         if "weight_sync" in short and rollout.sync_bucket_bytes("cuda") > 16 << 20:
             yield "rollout.weight_sync_bucket_mib=16"
+    # With a KV cache that holds no rollout of full length, the engine may need a larger fraction of
+    # the card; in a phase that does not fit, a smaller one.
     fraction, holds_no_rollout = rollout.gpu_memory_utilization, not plan.kv_cache.full_length
     fractions: list[float] = []
+    # In a weight sync the KV cache is not on the device, so a smaller fraction does not help there.
     if with_engine - {"weight_sync"}:
         smaller = (fraction + plan.margin_gib / plan.case.card.gib, fraction / 2)
         fractions += [value for value in smaller if value >= 0.01]
@@ -708,7 +729,9 @@ def _changes(plan: Plan, short: set[str]) -> Iterator[str]:
 
 
 def _trainer_changes(plan: Plan, short: set[str]) -> Iterator[str]:
-    """Yields overrides with which the trainer's passes take less memory."""
+    """Yields single overrides with which the trainer's passes take less memory.
+
+    `short` has the phases that do not fit."""
     model, max_tokens = plan.case.config.model, plan.case.config.max_rollout_tokens
     # A compiled layer already keeps about as little as selective checkpointing.
     if not model.recompute and not model.compile:

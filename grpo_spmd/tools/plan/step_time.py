@@ -137,9 +137,9 @@ class Case:
 
 def nccl_bytes(case: Case) -> int:
     """Returns the bytes of the trainer's and the engine's communicators on one rank."""
-    # The trainer has a group of all ranks. With replicas it has two more: the ranks of a replica,
-    # and the ranks with the same shard.
-    # Ranks that share their rows have one more.
+    # The trainer has a process group of all ranks. With replicas it has two more: the ranks of a
+    # replica, and the ranks with the same shard. Ranks that share their rows (sequence parallelism)
+    # have one more.
     model = case.config.model
     num_groups = (case.num_ranks > 1) + 2 * (model.num_replicas > 1)
     num_groups += model.sequence_parallel_size > 1
@@ -208,8 +208,9 @@ def with_fragmentation(usage: Counter[str]) -> Counter[str]:
 
 @dataclass(frozen=True)
 class Work:
-    """The rollouts that one rank passes through the model, and the model's sizes. The model counts
-    as a whole, not as shards."""
+    """The rollouts of one rank and the sizes of the model, on which the time of its passes depends.
+
+    The sizes are those of the whole model, not of one rank's shards."""
 
     sizes: Dimensions
     # Number of parameters in matrix products. An lm_head that is tied to the embedding counts once.
@@ -230,10 +231,12 @@ class Work:
 
     @property
     def tokens(self) -> int:
+        """The number of tokens of all rollouts."""
         return sum(prompt + completion for prompt, completion in self.lengths)
 
     @property
     def completion_tokens(self) -> int:
+        """The number of completion tokens of all rollouts."""
         return sum(completion for _, completion in self.lengths)
 
 
@@ -250,9 +253,10 @@ def forward_flops(work: Work) -> float:
 
 
 def decode_bytes(work: Work) -> float:
-    """Returns the bytes that decoding all rollouts together reads: all weights once for each token
-    of the longest completion, and for each sampled token the keys and values of the tokens before
-    it."""
+    """Returns the bytes that the engine reads to decode all rollouts in one batch.
+
+    All weights are read once for each token of the longest completion, and for each sampled token
+    the keys and values of the tokens before it."""
     steps = max(completion for _, completion in work.lengths)
     token_bytes = kv_bytes_per_token(work.sizes, work.itemsize, 1)
     cached_tokens = sum(
@@ -278,14 +282,17 @@ class Speed:
 
     @property
     def flops(self) -> float:
+        """Floating-point operations per second."""
         return MATMUL_FRACTION * self.card.tflops * 1e12
 
     @property
     def memory(self) -> float:
+        """Bytes of memory traffic per second."""
         return MEMORY_FRACTION * self.card.memory_gb_s * 1e9
 
     @property
     def link(self) -> float:
+        """Bytes per second from a rank to others, over the network if not all fit into one node."""
         gb_s = self.card.link_gb_s
         if self.ranks > RANKS_PER_NODE:
             gb_s = min(gb_s, BETWEEN_NODES_GB_S)
@@ -304,8 +311,8 @@ def work_of(case: Case, *, has_lm_head: bool) -> Work:
     head = embedding if has_lm_head else 0
     is_tied = "lm_head.weight" not in case.model.shapes
     length = (config.data.max_prompt_tokens, config.rollout.max_completion_tokens)
-    # Parameters of the embedding that are only looked up, not multiplied: none if it is tied to an
-    # lm_head that is used.
+    # Parameters of the embedding that take part in no matrix product, as they are only looked up: 0
+    # if the embedding is tied to an lm_head that is used.
     lookup = embedding - (head if is_tied else 0)
     return Work(
         sizes=sizes,
@@ -323,14 +330,17 @@ def forward_s(case: Case, *, has_lm_head: bool) -> float:
     FSDP's gathers of the parameters overlap with the arithmetic, so the longer of the two counts.
     """
     flops = forward_flops(work_of(case, has_lm_head=has_lm_head))
+    # A forward pass gathers all parameters once in each micro-batch.
     gathers = case.num_micro_batches // case.config.training.num_epochs
     gather_s = case.speed.gather_s(case.model, case.itemsize)
     return max(flops / case.speed.flops + exchange_s(case), gathers * gather_s)
 
 
 def exchange_s(case: Case) -> float:
-    """Returns the seconds that ranks which share their rows send queries, keys, values and outputs
-    of attention to each other, in a forward pass over all rollouts. Arithmetic waits for it."""
+    """Returns the seconds of sequence parallelism's communication in a forward pass; 0 without it.
+
+    The pass is over all rollouts. Several ranks share a row of packed rollouts, and send queries,
+    keys, values and outputs of attention to each other. Arithmetic waits for it."""
     sharing = case.config.model.sequence_parallel_size
     tokens = sharing * work_of(case, has_lm_head=False).tokens
     sent = exchanged_bytes(case.sizes, tokens, sharing, case.itemsize)
@@ -367,7 +377,7 @@ def step_time(case: Case, num_running: int) -> dict[str, float]:
 
 
 def _sync_s(case: Case) -> float:
-    """Returns the seconds of one weight sync."""
+    """Returns the seconds of one weight sync, which copies the policy's weights to the engine."""
     speed, numel = case.speed, case.model.num_parameters
     # Each rank reads its float32 shard, writes the gathered weights, and copies them to the engine.
     copied = 4 * numel / speed.ranks + 2 * case.itemsize * numel

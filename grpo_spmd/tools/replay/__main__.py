@@ -38,7 +38,7 @@ from grpo_spmd.tools.replay.read import (
 )
 from grpo_spmd.tools.terminal import Column, Terminal
 
-# (value, rollout): the larger the value, the more suspicious the rollout.
+# (value, rollout), for a list in the report: rollouts with larger values come first.
 Ranked = tuple[float, ReplayedRollout]
 
 
@@ -81,13 +81,13 @@ def main() -> None:
 
 
 def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
-    """Repeats rewards, advantages and update of a step and returns the results.
+    """Computes the rewards, advantages and update of a step again, and returns the results.
 
     The policy is that of `checkpoint`; by default it is that of the run's checkpoint before the
     step, or for step 1 the model with which the run started.
 
     Raises ConfigError or CheckpointError if something is missing or damaged, and RewardError if the
-    user has quit the debugger.
+    user has quit the debugger (breakpoint() in a reward).
     """
     with tempfile.NamedTemporaryFile(prefix="rewards_", suffix=".log", delete=False) as log:
         log_file = Path(log.name)
@@ -100,6 +100,7 @@ def replay(recorded: RecordedStep, checkpoint: Path | None = None) -> Replay:
         from grpo_spmd.tools.replay.step import repeat_step
 
         result = repeat_step(recorded, checkpoint, pool)
+    # The pool's workers write what users' rewards print to this file, not to the report.
     if log_file.stat().st_size:
         result.notes.append(f"what the rewards printed is in {log_file}")
     else:
@@ -124,7 +125,9 @@ def report(recorded: RecordedStep, replay: Replay, top: int) -> list[str]:
 
 
 def _metric_lines(replay: Replay) -> Iterator[str]:
-    """Yields a table of the recorded and the replayed metrics; nothing if there are none."""
+    """Yields a table of the metrics: recorded value, replayed value and difference.
+
+    Yields nothing if there are no metrics."""
     if replay.metrics:
         # Metrics that are 0 in both are left out: there are many, such as fractions.
         rows = [
@@ -150,6 +153,7 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
     unlikely = f"least likely token, -logprob of the {source}"
     mismatch = "furthest from the engine, largest |policy - engine| of a token"
     lists: dict[str, list[Ranked]] = {weight: [], unlikely: [], mismatch: []}
+    # Rollouts with a logprob that is not finite, which cannot be ranked by their logprobs.
     broken: list[Ranked] = []
     for rollout in rollouts:
         engine = rollout.recorded.rollout_logprobs
@@ -171,7 +175,9 @@ def _suspicious_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
 
 
 def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator[str]:
-    """Yields how many rollouts differ in each outcome, and the rollouts that differ most."""
+    """Yields how many rollouts differ between run and replay in each outcome, such as the reward.
+
+    Then come the `top` rollouts that differ most, by their advantages first."""
     counts: Counter[str] = Counter()
     ranked: list[tuple[list[float], str]] = []
     for rollout in rollouts:
@@ -183,6 +189,7 @@ def _difference_lines(rollouts: Sequence[ReplayedRollout], top: int) -> Iterator
             if is_other:
                 changes.append(f"{name} {_number(old.get(name))} -> {_number(new.get(name))}")
         if changes:
+            # By these the rollouts are sorted. A number that is unknown counts as 0.
             distances = [
                 abs((old[name] or 0.0) - (new[name] or 0.0)) for name in ("advantage", "reward")
             ]
@@ -224,7 +231,10 @@ def _ranked_lines(title: str, ranked: Sequence[Ranked], top: int) -> Iterator[st
 
 
 def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
-    """Returns one line about a rollout, with its completion and the answer of its data row."""
+    """Returns one line about a rollout.
+
+    It has its name, `facts`, its completion (shortened), and the right answer according to its row
+    in the data set, if the row has one."""
     completion = cut_middle(rollout.recorded.completion)
     # Dumps of earlier versions have no columns; then take those of the data set, if it was read.
     gold = gold_answer(rollout.recorded.columns or rollout.replayed.columns)
@@ -232,18 +242,23 @@ def _rollout_line(rollout: ReplayedRollout, facts: str) -> str:
 
 
 def _differ(old: Any, new: Any) -> bool:
-    """Returns True if two outcomes differ, numbers by more than rounding."""
+    """Returns True if the outcomes `old` and `new` differ.
+
+    Numbers must differ by more than rounding errors."""
     if isinstance(old, float | int) and isinstance(new, float | int):
-        # Smaller relative differences come from float32 sums in another order.
+        # Smaller relative differences come from float32 sums in another order. With `not <=`, NaN
+        # differs from every number.
         return not abs(old - new) <= 1e-6 * max(1.0, abs(old))
     return bool(old != new)
 
 
 def _number(value: Any) -> str:
+    """Returns a number with six digits, any other value as text, and "-" for None or ""."""
     return f"{value:.6g}" if isinstance(value, float | int) else str(value or "-")
 
 
 def _difference(old: float | None, new: float | None) -> str:
+    """Returns `new` minus `old` as text; "-" if one of them is None."""
     if old is None or new is None:
         return "-"
     return "0" if old == new else f"{new - old:+.1e}"

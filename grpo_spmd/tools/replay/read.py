@@ -56,7 +56,7 @@ class RecordedStep:
     step: int
     config: Config
     rollouts: list[list[RolloutRecord]]
-    """The rollouts of each group, in the order of the prompt stream."""
+    """The rollouts of each group (all completions of one prompt), in the order of the prompts."""
     metrics: dict[str, float | None]
     """The step's line of metrics.jsonl; {} if the run ended during the step."""
     columns: list[dict[str, Any]] | None
@@ -83,6 +83,10 @@ class ReplayedRollout:
 
     @property
     def name(self) -> str:
+        """The rollout's name in the report: POSITION/SAMPLE.
+
+        These are the prompt's index in the run's stream of prompts and the rollout's index in its
+        group."""
         return f"{self.recorded.position}/{self.recorded.sample}"
 
 
@@ -99,10 +103,11 @@ class Replay:
 def read_step(
     run_dir: Path, step: int, overrides: Sequence[str] = (), *, asks_servers: bool = False
 ) -> RecordedStep:
-    """Reads a step from a run folder. `overrides` replace values of the run's config.
+    """Returns what the run folder has of a step.
 
-    Raises ConfigError if something is missing, or if a line of the dump is broken.
-    """
+    `overrides` replace values of the run's config. With `asks_servers`, servers that give rewards
+    are called again. Raises ConfigError if something is missing, or if a line of the dump is
+    broken."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"RUN_DIR: {run_dir} holds no config.yaml, so it is no run folder")
     config = load_config(run_dir / "config.yaml", [*overrides, *_ONE_PROCESS])
@@ -133,6 +138,7 @@ def read_step(
     load_rewards(config.rewards)
     if asks_servers:
         check_calls(config.rewards, 1)
+    # Without the data set, recorded rewards are taken, so that columns and epoch are not needed.
     columns: list[dict[str, Any]] | None = None
     all_columns = set[str]()
     epoch = 0.0
@@ -161,7 +167,9 @@ def read_step(
 
 
 def _redaction_notes(config: Config) -> list[str]:
-    """Returns a note for each argument of a reward or of the engine that was redacted."""
+    """Returns a note for each argument of a reward or of the engine that is a secret.
+
+    The run wrote it as "<redacted>" into its config.yaml, so the replay lacks it."""
     arguments = {
         "rewards": [{"args": reward.args} for reward in config.rewards],
         "rollout.engine": config.rollout.engine,
@@ -174,9 +182,9 @@ def _redaction_notes(config: Config) -> list[str]:
 
 
 def _without_rubrics(rewards: Iterable[RewardConfig]) -> tuple[RewardConfig, ...]:
-    """Returns the rewards, without rubric and arguments for those of servers.
+    """Returns the rewards' configs, in which rewards of servers have no rubric and no arguments.
 
-    They are not needed, since servers are not asked; and the file of a rubric may be gone.
+    A replay that does not ask servers needs neither, and the file of a rubric may be gone.
     """
     return tuple(
         dataclasses.replace(reward, name=reward.metric_name, judge=None, args={})
@@ -206,7 +214,11 @@ def _read_groups(run_dir: Path, step: int, group_size: int) -> list[list[Rollout
 def _group_columns(
     rollouts: Sequence[Sequence[RolloutRecord]], rows: Sequence[PromptRow], config: Config
 ) -> list[dict[str, Any]]:
-    """Returns the columns of each group's data row. Raises ConfigError if the data has changed."""
+    """Returns for each group the columns of its row in the data set, which rewards are given.
+
+    `rows` is the data set as it is now. Raises ConfigError if a group's row is no longer as the run
+    had it.
+    """
     columns = []
     for group in rollouts:
         number = group[0].row
@@ -216,10 +228,11 @@ def _group_columns(
                 f"and the dump names row {number}"
             )
         row = rows[number]
-        # Compared after a way through JSON, as the dump's prompt has gone: tuples become lists.
+        # The dump's prompt was written as JSON and read back, which makes lists of tuples, so the
+        # row's prompt is compared in the same form.
         is_same = json.loads(json.dumps(row.prompt)) == group[0].prompt
-        # The environment or agent of an episode may have added to the prompt, so the columns are
-        # compared instead.
+        # Only an episode (a rollout of several turns) has a status. Its environment or agent may
+        # have added to the prompt, so the columns are compared instead.
         if group[0].status is not None and group[0].columns:
             is_same = json.loads(json.dumps(bounded_values(row.columns))) == group[0].columns
         if not is_same:
@@ -232,7 +245,9 @@ def _group_columns(
 
 
 def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
-    """Returns the names of the columns of the training set and of all evaluation sets."""
+    """Returns the names of all columns that rewards of the run were given.
+
+    They are those of the training set and, if the run evaluates, of its evaluation sets."""
     columns = {*overview_of(rows).columns}
     if config.eval.every_steps:
         for name in config.data.eval_sets:
@@ -244,11 +259,11 @@ def _all_columns(rows: Sequence[PromptRow], config: Config) -> set[str]:
 
 
 def unasked_rewards(recorded: RecordedStep) -> dict[str, list[str]]:
-    """Returns the names of the rewards whose recorded values a replay takes, by the reason.
+    """Returns the names of the rewards that a replay does not compute again, by the reason.
 
-    There are no environments and no engine in a replay. Servers cost money and may be gone, so they
-    are asked only with --ask-servers. Reward models need the run's devices.
-    """
+    It uses the values that the run recorded of them. A reason is the beginning of a note in the
+    report. There are no environments and no engine in a replay. Servers cost money and may be gone,
+    so they are asked only with --ask-servers. Reward models need the run's devices."""
     rewards = recorded.config.rewards
     names = {
         "environments, which are not here, gave": environment_rewards(recorded),
@@ -275,8 +290,9 @@ def has_model(path: str) -> bool:
 
 
 def make_completion(record: RolloutRecord) -> Completion:
-    """Returns a recorded completion as the engine gave it to the run."""
+    """Returns the recorded completion in the form in which the engine gave it to the run."""
     episode = None
+    # Only an episode has a status.
     if record.status is not None:
         episode = read_episode(vars(record), record.completion_ids)
     return Completion(
@@ -303,6 +319,8 @@ def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
 
     A replay takes the recorded values of all others, which `unasked_rewards` lists with reasons.
     """
+    # `pool_rewards` are the rewards that worker processes compute. Their names are known only after
+    # they have been loaded.
     unavailable = set[str]().union(*unasked_rewards(recorded).values())
     configs = recorded.config.pool_rewards
     return [
@@ -313,14 +331,18 @@ def callable_rewards(recorded: RecordedStep) -> list[RewardConfig]:
 
 
 def environment_rewards(recorded: RecordedStep) -> list[str]:
-    """Returns the names of the rewards that environments gave in the run; [] without episodes."""
+    """Returns the names of the rewards that environments gave in the run; [] without episodes.
+
+    They are in the order in which the dump has them."""
     records = [record for group in recorded.rollouts for record in group]
     names = {name for record in records for name in record.environment.get("rewards", ())}
     return [name for name in records[0].rewards if name in names]
 
 
 def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str]:
-    """Returns lines about the `top` episodes with the largest |advantage|; [] if there are none."""
+    """Returns lines about the `top` episodes with the largest |advantage|; [] if there are none.
+
+    An episode is a rollout of several turns. Those that are not in the loss come last."""
     episodes = [rollout for rollout in rollouts if rollout.recorded.status is not None]
     if not episodes:
         return []
@@ -332,13 +354,17 @@ def describe_episodes(rollouts: Sequence[ReplayedRollout], top: int) -> list[str
 
 
 def _describe_episode(rollout: ReplayedRollout) -> list[str]:
-    """Returns lines about an episode: its turns with their tokens, then its messages."""
+    """Returns lines about an episode: its turns with their tokens, then its messages.
+
+    Turns with one common context are a segment. A turn is either sampled by the policy, or given by
+    the prompt or the environment."""
     record = rollout.recorded
     logprobs = rollout.logprobs or record.rollout_logprobs
     num_turns = sum(turn["sampled"] for turn in record.turns)
     summary = f"{num_turns} turns, {len(logprobs)} tokens sampled"
     error = record.environment.get("error")
     lines = [f"  {rollout.name:>9} {record.status}: {_one_line(error or summary)}"]
+    # Index of the turn's first logprob: given tokens have none.
     begin = 0
     for turn in record.turns:
         num_tokens = len(turn["token_ids"])

@@ -58,10 +58,12 @@ from grpo_spmd.tools.replay.read import (
 
 
 def repeat_step(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool) -> Replay:
-    """Repeats the step in a new session (process group), and returns the results.
+    """Starts torch's process group, repeats the step, ends the group, and returns the results.
+
+    `checkpoint` has the policy; for None see `_find_policy`. `pool` computes the rewards.
 
     Raises ConfigError or CheckpointError if something is missing or damaged, and RewardError if the
-    user has quit the debugger.
+    user has quit the debugger (breakpoint() in a reward).
     """
     session = start_session()
     try:
@@ -73,10 +75,11 @@ def repeat_step(recorded: RecordedStep, checkpoint: Path | None, pool: RewardPoo
 def _repeat(
     recorded: RecordedStep, checkpoint: Path | None, pool: RewardPool, session: Session
 ) -> Replay:
-    """Repeats the step within `session` and returns the results."""
+    """Repeats the step in the process group of `session` and returns the results."""
     # Notes are added to a copy of the caller's list.
     recorded = dataclasses.replace(recorded, notes=list(recorded.notes))
     weights = reward_weights(recorded)
+    # One rank; the cost ratio, which balances rollouts over ranks, does not matter.
     sampled = SampledStep(make_step_rules(recorded.config, 1, 0.0, weights))
     try:
         _score(recorded, sampled, pool)
@@ -86,6 +89,7 @@ def _repeat(
         return Replay(recorded.notes, {}, _pair_rollouts(recorded, sampled, None, {}))
     update = train(recorded, checkpoint, batch, decision, session, sampled)
     replayed = update.decision.metrics | update.metrics
+    # Metrics of batching are left out, since the run may have divided its rollouts over more ranks.
     metrics = {
         name: (recorded.metrics.get(name), value)
         for name, value in replayed.items()
@@ -96,7 +100,9 @@ def _repeat(
 
 
 def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> None:
-    """Adds the recorded groups to `sampled`, either scored again or with their recorded rewards."""
+    """Adds the recorded groups to `sampled`, either scored again or with their recorded rewards.
+
+    All rewards are computed again by `pool`, or none. Adds to `recorded.notes`."""
     notes = recorded.notes
     num_steps = recorded.config.training.num_steps
     pool.begin_step(TrainerState(recorded.step - 1, num_steps, recorded.epoch))
@@ -106,7 +112,8 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
     is_scored_again = recorded.columns is not None and not unasked
     tokenizer = _recorded_tokenizer(recorded.rollouts)
     waiting = _make_groups(recorded)
-    # More than one round only if dynamic sampling drops groups, and the run had sampled more.
+    # Dynamic sampling drops groups whose rewards are all equal, and the run then sampled further
+    # groups in another round. The replay takes as many recorded groups as it needs.
     while sampled.num_missing and waiting:
         groups = waiting[: sampled.num_missing]
         del waiting[: sampled.num_missing]
@@ -124,8 +131,9 @@ def _score(recorded: RecordedStep, sampled: SampledStep, pool: RewardPool) -> No
 
 
 def _recorded_tokenizer(rollouts: Sequence[Sequence[RolloutRecord]]) -> Any:
-    """Returns what stands in for the tokenizer: it decodes completions to the texts that the run
-    scored."""
+    """Returns an object in place of the tokenizer, which decodes to the texts that the run scored.
+
+    So the replay needs no tokenizer, and rewards see the same texts."""
     texts = {
         tuple(record.completion_ids): record.completion for group in rollouts for record in group
     }
@@ -137,7 +145,9 @@ def _recorded_tokenizer(rollouts: Sequence[Sequence[RolloutRecord]]) -> Any:
 
 
 def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
-    """Returns the recorded rollouts as the groups that the run's engine had sampled."""
+    """Returns the recorded rollouts as the groups that the run's engine had sampled.
+
+    The slot of a group is its place in the step."""
     groups = []
     for slot, records in enumerate(recorded.rollouts):
         start = records[0]
@@ -149,7 +159,10 @@ def _make_groups(recorded: RecordedStep) -> list[RolloutGroup]:
 
 
 def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> ScoredRollouts:
-    """Returns the rewards that the run recorded, summed with the weights of the config."""
+    """Returns the rewards that the run recorded for `groups`.
+
+    They are summed by the weights of the replay's config. Raises ConfigError if the config has
+    other rewards than the run."""
     weights = reward_weights(recorded)
     scored = ScoredRollouts()
     for record in (record for group in groups for record in recorded.rollouts[group.slot]):
@@ -165,6 +178,7 @@ def _recorded_scores(groups: Sequence[RolloutGroup], recorded: RecordedStep) -> 
             for name, value in record.rewards.items()
         }
         reward = weighted_sum([(weights[name], value) for name, value in values.items()])
+        # The scores of one rollout, in the form that `pool.score` returns for many.
         scored.extend(
             ScoredRollouts(
                 [reward],
@@ -185,7 +199,8 @@ def _pair_rollouts(
 ) -> list[ReplayedRollout]:
     """Returns the rollouts of the replay, each with what the run recorded of it.
 
-    `decision` is None if the step was refused; `logprobs` are the policy's by rollout id.
+    `decision` is None if the step was refused, because no completion has a usable reward.
+    `logprobs` are those of the policy for the sampled tokens, by rollout id.
     """
     originals = {
         (record.position, record.sample): record for group in recorded.rollouts for record in group
@@ -225,11 +240,13 @@ def train(
     session: Session,
     sampled: SampledStep,
 ) -> ReplayedUpdate:
-    """Collective. Repeats the step's update with the policy before the step.
+    """Collective. Repeats the step's update, with the policy as it was before the step.
 
-    If that policy is not at hand, only the loss is computed, with the engine's logprobs in its
-    place, and with a critic not even that. Adds to `recorded.notes`. Raises ConfigError or
-    CheckpointError if something is missing or damaged.
+    If that policy is not on this machine, only the loss is computed, with the engine's logprobs in
+    place of the policy's. If the config has a critic model, not even the loss is computed.
+
+    Adds to `recorded.notes`. Raises ConfigError or CheckpointError if something is missing or
+    damaged.
     """
     config = recorded.config
     notes = recorded.notes
@@ -262,6 +279,7 @@ def train(
         notes.append(
             "the dump has no routes: the policy takes its own, without loss.router_aux_coef's term"
         )
+    # Routes are the experts that an MoE's router chose for each token.
     reference = build_reference(policy, config.model, temperature, config.loss.kl_coef, session)
     config = dataclasses.replace(config, teacher=_teacher_at_hand(recorded))
     prompts = {group.prompt.position: group.prompt for group in _make_groups(recorded)}
@@ -274,15 +292,17 @@ def train(
         load_state(policy, updater, source, read_trainer(source, TO_GO_ON), signals.critic)
     attach_logprobs(policy, reference, batch, config.loss, config.training.num_optimizer_steps)
     decision = penalise_rewards_by_kl(batch, decision, config.loss, config.advantage)
+    # The third argument would check whether the run has been asked to stop.
     decision = signals.attach(batch, decision, lambda _: None, sampled)
     logprobs = _compute_logprobs(policy, batch)
+    # In the warm-up of a critic the policy is not updated, so its loss is only measured.
     update = updater.measure if signals.freezes_policy(recorded.step) else updater.update
     sums = update(batch) | signals.update(batch)
     return ReplayedUpdate(loss_metrics(sums, config.loss), decision, logprobs)
 
 
 def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[float]]:
-    """Returns the policy's logprobs of the sampled tokens, by rollout id."""
+    """Collective. Returns the policy's logprobs of the sampled tokens, by rollout id."""
     logprobs: dict[int, list[float]] = {}
     with torch.no_grad():
         for micro_batch in batch.micro_batches:
@@ -293,9 +313,11 @@ def _compute_logprobs(policy: Policy, batch: RolloutBatch) -> dict[int, list[flo
 
 
 def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path | None, bool]:
-    """Returns (checkpoint, has_policy) of the policy before the step, and notes which it is.
+    """Returns (checkpoint, has_policy), and adds a note that says which policy the replay takes.
 
-    The checkpoint is None if there is no policy, or if it is the model at model.path (step 1).
+    It is that of `checkpoint` or, if this is None, of the run's checkpoint before the step. For
+    step 1 it may be the model at model.path; then the returned checkpoint is None. Without any of
+    these, (None, False) is returned.
     """
     step = recorded.step
     model_path = Path(recorded.config.model.path)
@@ -328,7 +350,9 @@ def _find_policy(recorded: RecordedStep, checkpoint: Path | None) -> tuple[Path 
 
 
 def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
-    """Raises ConfigError or CheckpointError if the checkpoint does not fit the config."""
+    """Raises ConfigError or CheckpointError if a checkpoint is damaged or does not fit the config.
+
+    `is_model_here` says whether the model at model.path is on this machine."""
     verify_checkpoint(source)
     rank = config.model.lora.rank
     if (config.loss.kl_coef or rank) and not is_model_here:
@@ -345,7 +369,9 @@ def _check_source(source: Path, config: Config, is_model_here: bool) -> None:
 
 
 class _EngineAsPolicy(Policy):
-    """Stands in for a policy that is not at hand: returns the engine's recorded logprobs."""
+    """A Policy without a model, which returns the engine's recorded logprobs as its own.
+
+    It is used to compute the loss if the run's policy is not on this machine."""
 
     def __init__(self) -> None:
         # Policy.__init__ is skipped, since there is no model.
@@ -355,6 +381,7 @@ class _EngineAsPolicy(Policy):
         self.zero = nn.Parameter(torch.zeros(1))
 
     def forward(self, batch: MicroBatch, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns the (logprobs, entropies) of the batch's sampled tokens; the entropies are 0."""
         return batch.rollout_logprobs, torch.zeros_like(batch.rollout_logprobs)
 
     def reshard(self) -> None:
@@ -364,10 +391,13 @@ class _EngineAsPolicy(Policy):
 def _teacher_at_hand(recorded: RecordedStep) -> TeacherConfig:
     """Returns the run's TeacherConfig, or one without teachers if a teacher cannot be used here.
 
-    In that case a note is added: a teacher, or the data rows that it needs, may be missing.
+    In that case a note says why: the teacher's model is missing, it is a server that is not asked,
+    or the data rows that it needs cannot be read.
     """
     teacher = recorded.config.teacher
     missing = [path for path in teacher.paths.values() if path != POLICY and not has_model(path)]
+    # With several teachers, a column of the data row names the teacher of a rollout. (A single one
+    # has the name "".)
     needs_columns = "" not in teacher.names or teacher.sees_other_prompt
     if not teacher.is_on:
         return teacher

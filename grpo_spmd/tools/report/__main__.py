@@ -46,6 +46,7 @@ def main() -> None:
         out = args.out or args.runs[0] / "report.html"
         # Refused before the dumps are read, which may take long.
         _refuse_other_files(out)
+        # Without --follow the loop ends after its first pass.
         for _ in changes(lambda: file_sizes(args.runs), _MIN_AGE_S):
             states = {run.state for run in _build(args.runs, out)}
             if not args.follow or not states & _RUNNING_STATES:

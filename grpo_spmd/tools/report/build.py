@@ -35,7 +35,8 @@ from grpo_spmd.tools.report.steps import (
     spread_out,
 )
 
-# The size of the file; of its scripts and styles; and of a run's table of prompts.
+# The largest size of the file (in base64), and the room in it for scripts and styles, and for each
+# run's table of prompts.
 _PAGE_BYTES = 18_500_000
 _SHELL_BYTES = 250_000
 _PROMPTS_BYTES = 150_000
@@ -87,7 +88,7 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
     begin = time.monotonic()
     seconds = _PATIENT_S if os.nice(0) >= _LOW_PRIORITY else _READING_S
     overviews = [overview(run, len(runs)) for run in runs]
-    # base64 turns 3 bytes into 4.
+    # The bytes that the chunks of all steps may take. base64 turns 3 bytes into 4.
     num_bytes = _PAGE_BYTES * 3 // 4 - _SHELL_BYTES - _PROMPTS_BYTES * len(runs)
     num_bytes -= sum(len(zlib.compress(json_bytes(content), 1)) for content in overviews)
     for number, (run, content) in enumerate(zip(runs, overviews, strict=True)):
@@ -95,8 +96,10 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
         plan = make_plan(run, max(0, num_bytes) // len(runs), deadline)
         results = []
         for result in _make_steps(plan):
+            # A step of which no rollout could be read gets no chunk.
             if result.counts["read"]:
                 yield f"{number}/{result.step}", result.content
+            # Without the content, which has been yielded and would only take memory.
             results.append(replace(result, content=b""))
         content |= summarize_prompts(results, max(plan.deadline, time.monotonic() + _TEXTS_S))
         content["rollouts"] = _summarize(run, plan, results)
@@ -111,7 +114,10 @@ def _make_chunks(runs: Sequence[RecordedRun]) -> Iterator[tuple[str, bytes]]:
 
 
 def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
-    """Decides which steps of a run are shown, and in how many of `num_bytes` bytes.
+    """Returns the plan of a run: which steps are shown, and in how many of `num_bytes` bytes each.
+
+    `deadline` is the time on the monotonic clock after which no further step is read. It is put off
+    if the dumps are small.
 
     All steps get the same room if it suffices for tokens. Otherwise some steps, spread evenly over
     the run, get more than the others. If even the tables and a few texts of all steps are too
@@ -135,7 +141,7 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
     # Only a few steps are measured, since reading them takes time.
     costs: list[StepCost] = []
     for step in order[:_NUM_MEASURED]:
-        # One step is enough if to measure all of them would use up the time.
+        # After the first step, go on only if measuring all of them leaves time to read the dumps.
         if not costs or (time.monotonic() - begin) * _NUM_MEASURED < deadline - begin:
             costs.append(measure_step(StepTask(run.folder, step, _MAX_STEP_BYTES)))
     rooms = _share_room(order, costs, num_bytes)
@@ -148,15 +154,15 @@ def make_plan(run: RecordedRun, num_bytes: int, deadline: float) -> Plan:
 def _share_room(
     order: Sequence[int], costs: Sequence[StepCost], num_bytes: int
 ) -> dict[int, float]:
-    """Returns the steps to show, each with the bytes that its rollouts may take.
+    """Returns the steps to show, each with the bytes for the texts and tokens of its rollouts.
 
-    `order` has all steps, the most wanted first; `costs` are those of the measured steps.
-    """
+    `order` has all steps, the most wanted first; `costs` are those of the measured steps."""
     # Assume that every step costs as much as the largest that was measured.
     table, text, tokens = (max(sizes) for sizes in zip(*costs, strict=True))
     # Before steps are left out, completions are cut in their middle, to `bytes_per_text`.
     bytes_per_text = (num_bytes / len(order) - table) / _MIN_ROLLOUTS
     text = min(text, max(_MIN_TEXT_BYTES, bytes_per_text))
+    # The bytes of a step that shows few rollouts, and of one that shows many.
     poor = _MIN_ROLLOUTS * text
     rich = _RICH_TEXTS * text + _RICH_TOKENS * tokens
     # If `text` was cut, all steps fit exactly; the small number keeps rounding from losing one.
@@ -171,7 +177,7 @@ def _share_room(
 
 
 def _make_steps(plan: Plan) -> Iterator[StepResult]:
-    """Yields the results of the steps for which there is time, and at least of the first.
+    """Yields the results of the steps that can be read before the plan's deadline, at least one.
 
     Large dumps are read by several processes; the results come in the order in which they are done.
     """
@@ -206,12 +212,15 @@ def _start_worker(parent: int) -> None:
 
 
 def _summarize(run: RecordedRun, plan: Plan, results: Sequence[StepResult]) -> dict[str, Any]:
-    """Returns the steps in the page, the numbers of rollouts, and a note of what is left out."""
+    """Returns a run's "rollouts" in the chunk "main".
+
+    It has the steps in the page, the numbers of rollouts, and a note that says what is left out."""
     counts = sum((result.counts for result in results), Counter[str]())
     num_read = counts["read"]
     num_shown = counts["shown"]
+    # Dumps of steps that the run made before it resumed from an earlier checkpoint.
     num_old = len(run.files.rollout_files) - len(run.dumped_steps)
-    total = num_read
+    total = num_read  # of all dumped steps; estimated if some steps were not read
     about = ""
     notes = []
     unread_steps = set(run.dumped_steps) - {result.step for result in results}

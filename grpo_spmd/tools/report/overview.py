@@ -47,13 +47,14 @@ _MAX_LAUNCHES = 50
 _MAX_KEYS = 2_000
 _MAX_VALUE_CHARS = 2_000
 _RUN_KEYS = ("run_dir",)  # keys that differ in every run, so that a comparison leaves them out
-# The keys that have no default, with values of the right type.
+# The keys that have no default, with any valid values, to build a config with all defaults.
 _NEEDED = {
     "run_dir": "-run",
     "model": {"path": "-model"},
     "data": {"train": "-data"},
     "rewards": [{"name": "exact"}],
 }
+# Entries of launches.jsonl that describe the machines of a run.
 _HOST_KEYS = ("world_size", "nodes", "hosts", "devices")
 
 
@@ -69,7 +70,7 @@ _MOVED = 0.25
 
 
 def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
-    """Returns a run's part of "main", without "prompts" and "rollouts".
+    """Returns a run's part of the page's chunk "main", without "prompts" and "rollouts".
 
     The page shows `num_runs` runs, which share the limits on curves and timelines.
     """
@@ -100,7 +101,9 @@ def overview(run: RecordedRun, num_runs: int = 1) -> dict[str, Any]:
 
 
 def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
-    """Returns steps and metrics as columns; of too many lines some are taken, spread evenly."""
+    """Returns the metrics of `lines` by columns: the steps, and a list of values for each metric.
+
+    Of more than `max_points` lines some are taken, spread evenly."""
     indices = spread_indices(len(lines), max(2, max_points))
     chosen = [lines[index] for index in indices]
     keys = dict.fromkeys(key for line in chosen for key in line)
@@ -114,7 +117,10 @@ def _curves(lines: Metrics, max_points: int) -> dict[str, Any]:
 
 
 def _timeline(run: RecordedRun, max_spans: int) -> dict[str, Any]:
-    """Returns the timelines of the newest steps, and of others spread evenly over the run."""
+    """Returns timelines (what each rank did when) of some steps of a run.
+
+    They are those of the newest steps, and of others that are spread evenly over the run, with at
+    most about `max_spans` spans together."""
     steps = [line["step"] for line in run.steps]
     wanted = {steps[index] for index in spread_indices(len(steps), _NUM_TIMELINES)}
     wanted.update(steps[-_NUM_NEWEST_TIMELINES:])
@@ -145,7 +151,8 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
     defaults = _default_values()
     rows = []
     for key, value in list(run.config.items())[:_MAX_KEYS]:
-        # The entries of a list have the same defaults: rewards.3.weight that of rewards.0.weight.
+        # All entries of a list have the same defaults, which are known for entry 0:
+        # rewards.3.weight has that of rewards.0.weight.
         general = re.sub(r"\.\d+(?=\.|$)", ".0", key)
         source = "set"
         # Checked first, since an override replaces values of the file and the recipe.
@@ -160,7 +167,9 @@ def config_rows(run: RecordedRun) -> list[list[Any]]:
 
 
 def config_differences(runs: Sequence[RecordedRun]) -> list[list[Any]]:
-    """Returns [key, value in each run] for keys that differ; None where a run lacks the key."""
+    """Returns rows [key, value in each run] for the keys whose values differ between the runs.
+
+    The value is None where a run lacks the key."""
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _RUN_KEYS)
     rows = [[key, *(_config_value(run.config.get(key)) for run in runs)] for key in keys]
     different = [row for row in rows if len(set(map(repr, row[1:]))) > 1]
@@ -183,7 +192,7 @@ def _versions(run: RecordedRun) -> dict[str, Any]:
 
 @cache
 def _default_values() -> Mapping[str, Any]:
-    """Returns the default of each dotted key, without the keys that a config must set."""
+    """Returns the default values of a config by dotted key, without the keys that it must set."""
     values = flatten_config(build_config(_NEEDED))
     return {key: value for key, value in values.items() if key not in flat(_NEEDED)}
 
@@ -201,7 +210,8 @@ def _config_value(value: Any, max_chars: int = _MAX_VALUE_CHARS) -> Any:
 class PromptRow:
     """The history of one row of the data set: steps and mean rewards of its groups.
 
-    They are in ascending order of steps, without groups that have no reward.
+    A group is the rollouts of the row's prompt at one step. Groups are in ascending order of steps;
+    those without a reward are left out.
     """
 
     row: int
@@ -211,6 +221,7 @@ class PromptRow:
 
     @property
     def mean(self) -> float:
+        """The mean of the groups' mean rewards."""
         return sum(self.means) / len(self.means)
 
     @property
@@ -266,6 +277,7 @@ def summarize_prompts(results: Sequence[StepResult], deadline: float) -> dict[st
     # The median over the steps, so that a single huge penalty does not set the scale.
     low, high = np.median(ranges or [(0.0, 0.0)], axis=0).tolist()
     counts = {}
+    # (True if it is beyond the first ones of its kind, kind, row)
     ranked = []
     for kind, order in _KIND_ORDERS.items():
         members = [row for _, row in sorted(rows.items()) if row.kind(low, high) == kind]

@@ -28,7 +28,7 @@ import msgspec
 
 from grpo_spmd.files import sync_path
 
-FORMAT = 1  # of the chunks; the scripts refuse data of another format (page/base.js)
+FORMAT = 1  # of the data in the chunks; the scripts refuse data of another format (page/base.js)
 _FOLDER = Path(__file__).with_suffix("")  # page/
 _CHUNKS_MARK = "<!-- chunks -->"
 _POLICY_MARK = "<!-- policy -->"
@@ -40,7 +40,7 @@ _STALE_S = 600.0  # an unfinished file of this age was left by a writer that was
 _NON_ASCII = re.compile(r"[^\x00-\x7f]+")
 
 
-# The first bytes of every page.
+# The first bytes of every page, by which a later command recognises a page.
 PAGE_START = b"<!doctype html>"
 
 
@@ -76,7 +76,9 @@ def write_page(out: Path, title: str, chunks: Iterable[tuple[str, bytes]]) -> No
 
 
 def _pack_chunk(name: str, content: bytes) -> bytes:
-    """Returns a chunk as a <script> element of a type that browsers neither run nor show."""
+    """Returns a chunk, compressed and in base64, as a <script> element.
+
+    Its type is one that browsers neither run nor show."""
     deflate = zlib.compressobj(level=6, wbits=-15)  # raw: DecompressionStream("deflate-raw")
     packed = deflate.compress(content) + deflate.flush()
     text = binascii.b2a_base64(packed, newline=False).decode()
@@ -85,10 +87,14 @@ def _pack_chunk(name: str, content: bytes) -> bytes:
 
 @functools.cache
 def _shell() -> tuple[bytes, bytes]:
-    """Returns page.html before and after the chunks, with styles, scripts and policy inlined."""
+    """Returns (head, foot): page.html before and after the place of the chunks.
+
+    Its styles, its scripts and the content security policy are put into it."""
+    # The hashes of the styles and scripts, which the policy allows.
     hashes: dict[str, list[str]] = {"style": [], "script": []}
 
     def inline(match: re.Match[str]) -> str:
+        """Returns the element with the file's text that replaces a reference to the file."""
         kind = "style" if match["style"] else "script"
         text = f"\n{_read_asset(match[kind]).strip()}\n"
         digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
@@ -110,6 +116,7 @@ def _shell() -> tuple[bytes, bytes]:
 
 
 def _read_asset(name: str) -> str:
+    """Returns the text of a file in the folder page/."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 

@@ -75,7 +75,7 @@ class _Token(NamedTuple):
 
 
 class TokenPieces:
-    """The vocabulary of a tokenizer, which decodes token by token."""
+    """Decodes token ids to pieces, a text for each token, with the vocabulary of a tokenizer."""
 
     def __init__(self, content: bytes) -> None:
         """Reads a tokenizer.json. Raises ValueError if it is broken or of an unknown kind."""
@@ -92,7 +92,7 @@ class TokenPieces:
             self._texts = {index: token for index, (token, _) in enumerate(vocab)}
         # Added second, since they may replace tokens of the vocabulary.
         self._texts.update({token.id: token.content for token in file.added_tokens})
-        # A completion's text leaves these out.
+        # The special tokens, which are not in the recorded text of a completion.
         self.special_ids = {token.id for token in file.added_tokens if token.special}
         self._is_byte_level = "ByteLevel" in kinds
         self._strips_blank = any(decoder.strips_blank() for decoder in decoders)
@@ -151,7 +151,9 @@ def _decode_bytes(tokens: Sequence[_Token]) -> list[str]:
 
 
 def _decode_fallback_bytes(tokens: Sequence[_Token]) -> list[str]:
-    """Returns a text for each of the byte tokens that follow each other in a sequence."""
+    """Returns a text for each of `tokens`, byte tokens that follow each other in a sequence.
+
+    A byte token, such as <0x0A>, stands for a single byte of a character."""
     # As in the tokenizer: if together they are no valid UTF-8, each byte becomes U+FFFD.
     try:
         b"".join(token.data for token in tokens).decode("utf-8")
@@ -161,7 +163,9 @@ def _decode_fallback_bytes(tokens: Sequence[_Token]) -> list[str]:
 
 
 def read_pieces(run_dir: Path) -> TokenPieces | None:
-    """Reads the tokenizer.json of a run. Returns None if it is missing, broken or unknown."""
+    """Returns the decoder of a run's tokens, from the tokenizer.json in its folder.
+
+    Returns None if the file is missing, broken, too large, or of a kind that is not known."""
     with (
         suppress(OSError, UntrustedError, ValueError, RecursionError),
         open_regular(run_dir / "tokenizer.json") as file,

@@ -39,6 +39,7 @@ MAX_PROMPT_CHARS = 12_000
 _MAX_TURNS = 200
 _MAX_MESSAGES = 200
 _MIN_TURN_CHARS = 200  # of a turn that is cut
+# The fields of a RolloutRecord that the scan parses.
 _TABLE_FIELDS = (
     "row",
     "position",
@@ -52,6 +53,7 @@ _TABLE_FIELDS = (
     "rollout_logprobs",
 )
 _MAX_STATUS_CHARS = 40
+# Statuses of rewards, and of rewards and episodes, that count as failures.
 _REWARD_FAILURES = ("error", "timeout")
 _FAILURES = (*_REWARD_FAILURES, "env_error", "env_timeout")
 _NUM_EARLY = 7  # of the best, worst, mismatched and failed rollouts, those whose tokens come early
@@ -75,11 +77,14 @@ class PageRollout:
 
     @property
     def prompt(self) -> str:
+        """The prompt as one text, cut to at most about MAX_PROMPT_CHARS characters."""
         return prompt_text(self.record.prompt)
 
 
 def parse_line(line: bytes | None) -> RolloutRecord | None:
-    """Parses a line of a dump. Returns None if it is missing, broken, or nested too deeply."""
+    """Returns the rollout in a line of a dump.
+
+    Returns None if the line is missing (None), broken, or nested too deeply."""
     # json.dumps raises RecursionError for deep nesting.
     with suppress(ConfigError):
         record = parse_rollout(line or b"", "")
@@ -92,15 +97,18 @@ def parse_line(line: bytes | None) -> RolloutRecord | None:
 # rounding.
 @lru_cache(1 << 16)
 def _three_digits(value: float) -> float:
+    """Returns the number rounded to three significant digits."""
     return float(f"{value:.3g}")
 
 
 def _cut_middle(tokens: dict[str, Any], texts: Sequence[str], max_chars: int) -> dict[str, Any]:
-    """Returns `tokens` (lists by name) without the middle, so that about `max_chars` remain.
+    """Returns `tokens` without those in the middle, so that about `max_chars` characters remain.
 
-    The middle is replaced by one entry: its piece says how many characters are missing, and all its
-    figures are None. `texts` are the pieces.
+    `tokens` has lists by name (or None), with an entry for each token; `texts` are the tokens'
+    pieces. The middle is replaced by one entry: its piece says how many characters are missing, and
+    its other values are None.
     """
+    # The number of characters up to and with each token.
     ends = np.cumsum([len(text) for text in texts])
     head_end = int(np.searchsorted(ends, max_chars // 2))
     tail_begin = int(np.searchsorted(ends, int(ends[-1]) - max_chars // 2)) + 1
@@ -139,15 +147,16 @@ def shorten(text: str, max_chars: int) -> tuple[str, int]:
 
 
 def _cut_marker(num_cut: int) -> str:
+    """Returns the text that stands in place of `num_cut` characters."""
     return f"\n[... {num_cut:,} characters ...]\n"
 
 
 class ScannedRollout(NamedTuple):
-    """The figures of a rollout for the page's table, and the positions of its lines."""
+    """The figures of a rollout for the page's table, and where its lines are in the files."""
 
-    position: int
-    sample: int
-    row: int
+    position: int  # of its prompt in the run's stream of prompts
+    sample: int  # its index in the group
+    row: int  # of its prompt in the data set
     reward: float | None
     advantage: float | None
     tokens: int  # the number of sampled tokens
@@ -159,9 +168,9 @@ class ScannedRollout(NamedTuple):
 
 
 def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadErrors]:
-    """Scans a step: returns its rollouts by position in the prompt stream and by sample.
+    """Returns (rollouts, errors): the rollouts of a step, and what could not be read of it.
 
-    Also returns the lines and files that could not be read.
+    The rollouts are in the order of their prompts, and within a group in the order of samples.
     """
     errors = ReadErrors()
     # By rollout id: the largest difference and the line. The table needs no more of the scores.
@@ -171,7 +180,7 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
     }
     rollouts: dict[tuple[int, int], ScannedRollout] = {}
     for line, fields in folder.rollouts(step, _TABLE_FIELDS, errors):
-        # Unique in a run; files of several runs in one folder repeat them.
+        # These two are unique in a step of a run; files of several runs in one folder repeat them.
         key = (fields.position, fields.sample)
         if key in rollouts:
             errors.add(f"{line.name}: position {key[0]}, sample {key[1]} was in an earlier line")
@@ -200,13 +209,15 @@ def scan_step(folder: RunFolder, step: int) -> tuple[list[ScannedRollout], ReadE
 
 
 def _finite(value: float | None) -> float | None:
+    """Returns the value if it is a finite number, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def spread_out(steps: Iterable[int]) -> list[int]:
-    """Returns the steps in an order in which the first n, for every n, are spread over the run.
+    """Returns the steps in the order in which to show them if there is not room for all.
 
-    The newest step comes first, then the first one.
+    For every n, the first n of them are spread over the run. The newest step comes first, then the
+    oldest one.
     """
     ordered = sorted(steps)
     middle = [ordered[1 + index] for index in _spread_order(len(ordered) - 2, 0)]
@@ -226,6 +237,7 @@ def _wanted_rollouts(rollouts: Sequence[ScannedRollout]) -> dict[int, str]:
     wanted: dict[int, str] = {}
 
     def rank(index: int) -> tuple[float, float]:
+        """Returns the sort key of a rollout, by reward and then advantage."""
         return rollouts[index].reward or 0.0, rollouts[index].advantage or 0.0
 
     mismatched = [i for i, rollout in enumerate(rollouts) if rollout.mismatch is not None]
@@ -256,7 +268,7 @@ def _spread_order(num: int, step: int) -> Iterator[int]:
 
 
 class StepTask(NamedTuple):
-    """The task of making the chunk of one step, as it is sent to a process."""
+    """The order to make the chunk of one step; it may be sent to another process."""
 
     run_dir: Path
     step: int
@@ -264,9 +276,9 @@ class StepTask(NamedTuple):
 
 
 class Group(NamedTuple):
-    """A group of a step, for the page's list of prompts."""
+    """A group of a step (the rollouts of one prompt), for the page's list of prompts."""
 
-    row: int
+    row: int  # of the prompt in the data set
     mean: float | None  # of the known rewards
     line: LinePosition  # the line of one of its rollouts, which has the prompt
 
@@ -291,8 +303,9 @@ class StepCost(NamedTuple):
 
 
 def measure_step(task: StepTask) -> StepCost:
-    """Measures the cost of a step on a few of its rollouts."""
+    """Returns the cost of a step, measured on a few of its rollouts, spread evenly."""
     page = StepPage(task)
+    # No rollout's text has been added yet, so the content is the table alone.
     table = len(zlib.compress(page.content()))
     texts = [0.0]
     tokens = [0.0]
@@ -319,26 +332,33 @@ def make_step(task: StepTask) -> StepResult:
 
 
 class StepPage:
-    """The scanned rollouts of a step, and those of them whose texts are shown."""
+    """The rollouts of a step, from which the step's chunk of the page is made.
+
+    The figures of all rollouts are known after the scan; `fill` chooses those whose texts and
+    tokens are shown, and `content` makes the chunk.
+    """
 
     def __init__(self, task: StepTask) -> None:
         """Scans the step. No rollout's text is read yet."""
         folder, self._pieces = open_folder(task.run_dir)
         self.rollouts, self.errors = scan_step(folder, task.step)
+        # Each group as the list of its rollouts' indices in `rollouts`.
         indices = groupby(range(len(self.rollouts)), lambda index: self.rollouts[index].position)
         self.groups = [list(group) for _, group in indices]
         self.shown: dict[int, PageRollout] = {}  # by the index in `rollouts`
         self._step = task.step
-        self._num_bytes_left = float(task.room)
-        # So that three completions fit: a character takes less than a byte when compressed.
+        self._num_bytes_left = float(task.room)  # compressed
+        # A longer completion is cut. At least three then fit: a character takes less than a byte
+        # when compressed.
         self._max_chars = min(max(task.room // 3, _MIN_COMPLETION_CHARS), _MAX_COMPLETION_CHARS)
-        self._broken: set[int] = set()
+        self._broken: set[int] = set()  # indices of rollouts whose lines could not be read
         self._store = LineStore()
 
     def make(self, index: int, reason: str) -> PageRollout | None:
-        """Reads a rollout for the page, without its tokens. Returns None if its line is broken.
+        """Returns a rollout for the page, without its tokens; None if its line is broken.
 
-        `reason` says why the page shows it: "best", "group" and so on (see `fill`).
+        `index` is its place in `rollouts`. `reason` says why the page shows it: "best", "group" and
+        so on (see `fill`).
         """
         rollout = self.rollouts[index]
         record = parse_line(self._store.read(rollout.line))
@@ -368,11 +388,12 @@ class StepPage:
         return PageRollout(record, scores, fields)
 
     def _episode(self, record: RolloutRecord, *, is_cut: bool) -> dict[str, Any]:
-        """Returns the fields that the page has of an episode beside those of every rollout.
+        """Returns the fields that only an episode (a rollout of several turns) has in the page.
 
         Of the characters for a completion, turns get two thirds and messages one. Sampled turns are
-        cut only if the completion is (`is_cut`).
-        """
+        cut only if the completion is (`is_cut`)."""
+        # A turn is sampled by the policy, or given by the prompt or the environment. A segment is
+        # the turns that share one context.
         turns = record.turns[:_MAX_TURNS]
         third = self._max_chars // 3
         max_turn_chars = max(_MIN_TURN_CHARS, 2 * third // max(1, len(turns)))
@@ -404,11 +425,12 @@ class StepPage:
         }
 
     def tokens(self, rollout: PageRollout) -> dict[str, Any] | None:
-        """Returns the lists of token figures in the page, with an entry for each sampled token.
+        """Returns the values of a rollout's tokens in the page, or None.
 
-        A list is null if its values are not known. A null `advantage` means that all tokens have
-        the rollout's; a null `mask` means that all tokens count. Numbers that are not finite are
-        null in JSON. Returns None if the completion is cut but its tokens cannot be.
+        They are lists by name, with an entry for each sampled token. A list is null if its values
+        are not known. A null `advantage` means that all tokens have the rollout's; a null `mask`
+        means that all tokens count. Numbers that are not finite are null in JSON. Returns None if
+        the completion is cut but its tokens cannot be.
         """
         record = rollout.record
         is_cut = rollout.fields["cut"] > 0
@@ -440,7 +462,9 @@ class StepPage:
         return _cut_middle(tokens, texts, self._max_chars) if is_cut and texts else tokens
 
     def fill(self) -> Counter[str]:
-        """Chooses the rollouts that the page shows, as far as there is room; returns counts.
+        """Chooses the rollouts whose texts the page shows, as far as there is room, and reads them.
+
+        Returns numbers of rollouts for the page's note on what is left out.
 
         First come the texts of the most mismatched, the best, the worst and some failed rollouts,
         then their tokens and further failed ones; then whole groups, different ones at each step;
@@ -510,7 +534,7 @@ class StepPage:
         return False
 
     def _spend(self, value: object) -> bool:
-        """Reserves room for `value`. Returns False if there is not enough left."""
+        """Takes the room for `value` from what is left. Returns False if there is not enough."""
         # Each value is measured: even texts of one policy compress very differently.
         size = compressed_size(value)
         if size > self._num_bytes_left:
@@ -519,7 +543,7 @@ class StepPage:
         return True
 
     def summarize_groups(self) -> list[Group]:
-        """Returns row and mean reward of each group of the step."""
+        """Returns a summary of each group of the step: its row, its mean reward and a line."""
         summaries = []
         for indices in self.groups:
             rewards = [self.rollouts[index].reward for index in indices]
@@ -532,8 +556,8 @@ class StepPage:
     def content(self) -> bytes:
         """Returns the JSON of the step: a table of all rollouts, and the texts that are shown.
 
-        In the table, `status` and `prompt` are indices into lists, and `shown` is the rollout's
-        index in "rollouts", or -1 if its text is not shown.
+        In the table, which is stored by columns, `status` is an index into "status_names", `prompt`
+        one into "prompts", and `shown` one into "rollouts", or -1 if the text is not shown.
         """
         shown_indices = sorted(self.shown)
         shown_numbers = {index: number for number, index in enumerate(shown_indices)}
@@ -568,12 +592,14 @@ class StepPage:
 
 @lru_cache(maxsize=1)
 def open_folder(run_dir: Path) -> tuple[RunFolder, TokenPieces | None]:
-    """Returns the readers of a run's dumps and tokens; a process opens them once for all tasks."""
+    """Returns the reader of a run's dumps, and the decoder of its tokens (None without one).
+
+    They are cached, so that a process opens them once for all its tasks."""
     return RunFolder(run_dir), read_pieces(run_dir)
 
 
 def spread_indices(num: int, max_indices: int) -> list[int]:
-    """Returns at most `max_indices` numbers below `num`, evenly spread, both ends included."""
+    """Returns at most `max_indices` numbers below `num`, evenly spread, with 0 and the largest."""
     spread = np.linspace(0, max(0, num - 1), min(num, max_indices)).round().astype(int)
     indices: list[int] = np.unique(spread).tolist()
     return indices

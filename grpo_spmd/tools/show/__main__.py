@@ -40,6 +40,7 @@ def _number(low: int, high: int) -> Callable[[str], int]:
     """Returns a parser of option values: whole numbers from `low` to `high`."""
 
     def read(text: str) -> int:
+        """Parses one value for argparse, which prints the error."""
         if not (text.isdecimal() and low <= int(text) <= high):
             raise ArgumentTypeError(f"must be a whole number from {low} to {high}; got {text!r}")
         return int(text)
@@ -55,7 +56,9 @@ def _text(text: str) -> str:
 
 
 def _parse_arguments() -> argparse.Namespace:
-    """Parses the command line. Exits with code 2 for options that exclude each other."""
+    """Returns the options of the command line.
+
+    Exits with code 2 for options that exclude each other."""
     parser = OneLineParser(
         prog="python -m grpo_spmd.show",
         description="Show a run in the terminal: its state, what to look at, its curves; a step, "
@@ -132,14 +135,16 @@ def _follow(args: argparse.Namespace) -> None:
     If stdout is no terminal, writes the page once, and then a line for each new step. Raises
     ConfigError if there is no run, or if it has ended and does not have what was asked for.
     """
-    last_step: int | None = None
+    last_step: int | None = None  # at the previous look; None before the first
 
     def look() -> object:
+        """Returns what the page depends on: sizes of the run's files, and the terminal's size."""
         return file_sizes([args.run_dir]), find_terminal()
 
     for _ in changes(look, min_age_s=0.0):
         terminal = find_terminal(args.full)
         run = read_run(args.run_dir)
+        # A silent run has written nothing for some time, but may still go on.
         has_ended = run.state not in ("running", "silent")
         if terminal.is_tty or last_step is None:
             try:

@@ -28,10 +28,10 @@ from grpo_spmd.tools.show.overview import is_drawable, number
 from grpo_spmd.tools.terminal import Line, Styles, Terminal, width_of
 
 _MAX_LISTED_STEPS = 8
-# Returns False for a line of a dump that need not be parsed.
+# A function of a raw line of a dump, which returns False if the line need not be parsed.
 LineFilter = Callable[[bytes], bool]
 _MAX_COLOURED_CHARS = 1 << 24
-# The style of a token whose difference is at least so many times the bound.
+# (factor, style): a token has the first style whose factor times the bound its difference reaches.
 _STYLES = ((100.0, "far"), (10.0, "over"), (1.0, "near"))
 _INDENT = 2
 _MAX_TEXT_COLUMNS = 120
@@ -44,7 +44,9 @@ _FINISH_REASONS = {"stop": "ended by itself", "length": "cut off"}
 
 
 def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
-    """Yields warnings about dumps that could not be read; nothing if all were read."""
+    """Yields warnings about rollouts and lines of dumps that could not be read.
+
+    Yields nothing if all were read."""
     if errors.num_missing:
         warning = f"{errors.num_missing} rollouts of the step are not in its files"
         yield from terminal.excerpt(f"{warning}; each node wrote one file", 2, styles="warning")
@@ -54,9 +56,9 @@ def error_lines(errors: ReadErrors, terminal: Terminal) -> Iterator[Line]:
 
 
 def contains_text(text: str) -> LineFilter | None:
-    """Returns a filter for JSON lines that may contain `text`, in upper or lower case.
+    """Returns a filter that passes JSON lines which may contain `text`, in upper or lower case.
 
-    Returns None if every line must be parsed to know.
+    Returns None if no filter is possible, so that every line must be parsed.
     """
     # JSON may write a character beyond ASCII as an escape or as itself.
     if not text.isascii():
@@ -75,7 +77,7 @@ def text_pattern(text: str) -> re.Pattern[str]:
 
 
 def has_row(row: int) -> LineFilter:
-    """Returns a filter for JSON lines of rollouts whose prompt is row `row` of the data set."""
+    """Returns a filter that passes JSON lines of rollouts whose prompt is row `row` of the data."""
     # The number must end there, or row 1 would match row 10.
     pattern = re.compile(rb'"row": ?%d[,}\s]' % row)
     return lambda line: pattern.search(line) is not None
@@ -104,7 +106,7 @@ def as_text(value: object) -> str:
 
 
 def describe_steps(steps: Sequence[int]) -> str:
-    """Returns in words which steps have recorded completions."""
+    """Returns a text that lists `steps`, which have recorded completions; a long list is cut."""
     if not steps:
         return "no step has any (logging.rollouts_every_steps)"
     names = list(map(str, steps[:_MAX_LISTED_STEPS]))
@@ -129,24 +131,25 @@ def find_dumped_step(run: RecordedRun, step: int | None) -> int:
 
 
 class TokenDifferences:
-    """The differences between the policy's and the engine's logprobs, for each token.
+    """The recorded differences between the policy's and the engine's logprobs of tokens.
 
-    They are those that the run recorded (token_scores/) of some rollouts of one step.
-    """
+    They are those of some rollouts of one step, and the run wrote them to token_scores/."""
 
     def __init__(
         self, run: RecordedRun, step: int, records: Sequence[RolloutRecord], errors: ReadErrors
     ) -> None:
-        """Reads the differences of `records`, which are rollouts of the step.
+        """Reads the differences of the rollouts `records` of the step.
 
-        What cannot be read is counted in `errors`.
+        Lines that cannot be read are counted in `errors`, to which this call adds.
         """
-        # Tokens are marked from the bound that the run's own check has for the mean of |difference|
-        # over a step. In a healthy run single tokens may exceed it by far.
+        # In nats. Tokens with at least this |difference| are coloured. The run's own check has it
+        # as the bound of the mean over a step, so in a healthy run single tokens may exceed it by
+        # far.
+        # None, None: the bound that depends on the dtype alone, not on the config or on step 1.
         self._bound, _ = bounds_of(run.dtype, None, None)
         self._run = run
         num_tokens = {record.rollout_id: len(record.completion_ids) for record in records}
-        # Scores of another length belong to a rollout of another run.
+        # By rollout id. Scores of another length belong to a rollout of another run.
         self._scores: dict[int | None, TokenScores] = {
             scores.rollout_id: scores
             for _, scores in run.files.scores(step, errors)
@@ -154,7 +157,7 @@ class TokenDifferences:
         }
 
     def legend_lines(self, terminal: Terminal) -> Iterator[Line]:
-        """Yields a legend of the colours, if any token can be coloured."""
+        """Yields a line that explains the colours; nothing if no token can be coloured."""
         if terminal.has_colour and self._scores and self._pieces:
             near = f"policy and engine {number(self._bound)} nats apart or more"
             legend = f"tokens in yellow: {near}; in red: {number(10 * self._bound)}"
@@ -170,7 +173,7 @@ class TokenDifferences:
         index = int(sizes.argmax())
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         piece = f" {pieces[index]!r:.40}" if pieces and pieces[index] else ""
-        # None stands for a mean that is not finite.
+        # The record has None for a mean that is not finite.
         mean = "inf" if scores.difference_mean is None else number(scores.difference_mean)
         return (
             f"policy - engine: mean {mean}, largest {number(float(sizes[index]))} nats "
@@ -178,22 +181,23 @@ class TokenDifferences:
         )
 
     def token_text(self, record: RolloutRecord, has_colour: bool) -> tuple[str, Styles]:
-        """Returns the completion, decoded from its tokens with the special ones, and the style of
-        each character.
+        """Returns (text, styles): the completion and a style for each of its characters.
 
-        A newline is put between the turns of an episode. If nothing was recorded of the rollout,
-        or if the decoded tokens differ from the recorded text, that text is returned with no style.
-        """
+        The text is decoded from the tokens, with special tokens included. The style of a character
+        is that of its token. A newline is put between the turns of an episode. If the run has no
+        readable tokenizer, or if the decoded tokens differ from the recorded text, that text is
+        returned with no style."""
         pieces = self._pieces.decode(record.completion_ids) if self._pieces else []
         if self._pieces is None or sum(map(len, pieces)) > _MAX_COLOURED_CHARS:
             return record.completion, ""
-        # The indices of tokens that begin another turn of an episode.
+        # The indices of the tokens that begin a turn of an episode, except its first turn.
         turns = [turn for turn in record.turns if turn["sampled"]]
         breaks = set(np.cumsum([len(turn["token_ids"]) for turn in turns])[:-1].tolist())
         texts: list[str] = []
         styles: list[str] = []
-        plain_texts: list[str] = []
+        plain_texts: list[str] = []  # without special tokens, as in the recorded text
         scores = self._scores.get(record.rollout_id) if has_colour else None
+        # The |difference| of each token as a multiple of the bound; 0 if it is not known.
         sizes = np.zeros(len(pieces)) if scores is None else np.abs(scores.difference) / self._bound
         for index, (token_id, piece) in enumerate(zip(record.completion_ids, pieces, strict=True)):
             if index in breaks:
@@ -212,6 +216,9 @@ class TokenDifferences:
 
     @cached_property
     def _pieces(self) -> TokenPieces | None:
+        """The decoder of token ids to texts; None if the run has no tokenizer.json that it knows.
+
+        It is read when it is first needed, since that takes time."""
         return read_pieces(self._run.folder)
 
 
@@ -227,15 +234,16 @@ def ranked_completions(
 ) -> Iterator[Line]:
     """Yields the page of the `num` completions of a step with the highest or the lowest reward.
 
+    `is_best` chooses the highest. None as `step` is the newest step that has completions.
     Completions of equal reward are ordered by their advantage; those without a reward come last.
-    Raises ConfigError if the step has no completions.
-    """
+    Raises ConfigError if the step has no completions."""
     step = find_dumped_step(run, step)
     errors = ReadErrors()
     # Counted while the dump is read, since it is read only once.
     num_records = 0
 
     def counted_records() -> Iterator[RolloutRecord]:
+        """Yields the rollouts of the step, and counts them in `num_records`."""
         nonlocal num_records
         for _, record in run.files.rollouts(step, errors=errors):
             num_records += 1
@@ -256,7 +264,10 @@ def ranked_completions(
 
 
 def _rank(record: RolloutRecord, is_best: bool) -> tuple[bool, float, float, int, int]:
-    """Returns a sort key, which is smallest for the best completion, or for the worst."""
+    """Returns a sort key by reward and advantage.
+
+    It is smallest for the best completion if `is_best`, else for the worst. A completion without a
+    reward has the largest key."""
     sign = -1.0 if is_best else 1.0
     # Other people's files may hold NaN, which cannot be sorted.
     reward, advantage = (
@@ -273,7 +284,10 @@ def completion_lines(
     terminal: Terminal,
     has_prompt: bool = True,
 ) -> Iterator[Line]:
-    """Yields one completion: its facts, its prompt, its messages or text, and its error if any."""
+    """Yields the lines of one completion.
+
+    They have `title`, facts such as its reward, its prompt (only with `has_prompt`), its messages
+    or its text, and the error if its episode failed."""
     title += f", row {number(record.row)}, sample {number(record.sample)}"
     yield terminal.line(title, "title")
     # Put as many facts on a line as fit without cutting one.
@@ -304,7 +318,7 @@ def completion_lines(
 
 
 def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
-    """Yields the prompt and the other columns of its data row."""
+    """Yields the prompt of a rollout, and the other columns of its row in the data set."""
     if isinstance(record.prompt, str):
         yield from _message_lines([{"role": "prompt", "content": record.prompt}], terminal)
     else:
@@ -315,7 +329,10 @@ def prompt_lines(record: RolloutRecord, terminal: Terminal) -> Iterator[Line]:
 
 
 def _facts(record: RolloutRecord) -> Iterator[str]:
-    """Yields reward, advantage, reward components, length, and how sampling ended, as texts."""
+    """Yields the facts about a completion as short texts.
+
+    They are reward, advantage, each single reward, length and how sampling ended, an episode's
+    turns and status, and what rewards logged."""
     yield f"reward {number(record.reward)}"
     sign = "+" if (record.advantage or 0) > 0 else ""
     yield f"advantage {sign}{number(record.advantage)}"
@@ -327,6 +344,7 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
     if record.status is not None:
         num_turns = sum(bool(turn.get("sampled")) for turn in record.turns)
         yield f"{num_turns} turns, {record.status}"
+    # Rollouts of groups that dynamic sampling dropped have no id.
     if record.rollout_id is None:
         yield "not trained on"
     for name, values in record.extra.items():
@@ -335,7 +353,9 @@ def _facts(record: RolloutRecord) -> Iterator[str]:
 
 
 def _message_lines(messages: Sequence[Any], terminal: Terminal) -> Iterator[Line]:
-    """Yields a conversation; the middle of a long one is left out."""
+    """Yields the lines of a conversation: for each message its role, thoughts, text and tool calls.
+
+    The middle of a long conversation is left out, except with --full."""
     # The beginning has the task and the end has the answer, so both are shown.
     half = _MAX_MESSAGES // 2
     if len(messages) > 2 * half and not terminal.is_full:

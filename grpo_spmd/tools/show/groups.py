@@ -44,6 +44,7 @@ from grpo_spmd.tools.show.overview import (
 )
 from grpo_spmd.tools.terminal import Column, Line, Styles, Terminal
 
+# The first parts of metric names, in the order in which a page shows the metrics.
 _FIRST_BLOCKS = (
     "reward",
     "dynamic_sampling",
@@ -55,6 +56,7 @@ _FIRST_BLOCKS = (
     "weight_sync",
     "rollout",
 )
+# The metrics of each phase's memory, memory/PHASE/KIND_gib, which are columns of a table.
 _MEMORY_KINDS = ("peak", "allocated", "reserved", "driver_used", "other")
 _NUM_GROUPS = 12  # how many of the worst and of the best groups of a step are shown
 GROUP_COLUMNS = (
@@ -66,8 +68,8 @@ GROUP_COLUMNS = (
 )
 PROMPT_COLUMN = Column("  prompt", align="<")
 _MAX_ROWS = 200  # a search for prompts stops at so many rows of the data set
-_NUM_ROWS = 12  # of which so many are listed
-_NUM_STEPS = 12
+_NUM_ROWS = 12  # of these, so many are listed
+_NUM_STEPS = 12  # the newest steps of a prompt that its table lists
 _MAX_PROMPT_CHARS = 400  # in a list
 _MAX_SHOWN = 20  # matches of a search for completions
 _MAX_SHOWN_PER_STEP = 5
@@ -97,12 +99,13 @@ class PromptGroup:
 
     @property
     def mean(self) -> float | None:
+        """The mean reward; None if no completion has a reward."""
         return statistics.fmean(self.rewards) if self.rewards else None
 
     def cells(self, scale: tuple[float, float]) -> list[str]:
-        """Returns the cells of this group for GROUP_COLUMNS.
+        """Returns this group's cells in a table with the columns GROUP_COLUMNS.
 
-        `scale` is the lowest and the highest reward of the histogram.
+        `scale` is (lowest, highest): the rewards at the two ends of the histogram.
         """
         # The standard deviation is that of n - 1, as in advantages.
         spread = statistics.stdev(self.rewards) if len(self.rewards) > 1 else None
@@ -111,13 +114,14 @@ class PromptGroup:
 
 
 def reward_scale(groups: Iterable[PromptGroup]) -> tuple[float, float]:
-    """Returns the lowest and the highest reward of all groups, the scale of their histograms."""
+    """Returns (lowest, highest reward) over all groups, which is the scale of their histograms."""
     rewards = [reward for group in groups for reward in group.rewards]
     return min(rewards, default=0.0), max(rewards, default=0.0)
 
 
 def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
     """Yields the page of one step: its metrics, its time and memory by phase, and its groups."""
+    # {} for a step that did not finish, or had no evaluation.
     metrics = next((line for line in run.steps if line["step"] == step), {})
     evaluation = next((line for line in run.evaluations if line["step"] == step), {})
     total = f" of {run.num_steps}" if run.num_steps else ""
@@ -145,7 +149,9 @@ def step_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line
 
 
 def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Line]:
-    """Yields metrics in blocks by the first part of their names, in as many columns as fit."""
+    """Yields metrics in blocks by the first part of their names, in as many columns as fit.
+
+    A block, such as "reward", has a title line."""
     num_columns = max(1, terminal.columns // 40)
     label = (terminal.columns - 2) // num_columns - 12
     # The usual blocks have a fixed order; others follow in the order of metrics.jsonl.
@@ -168,13 +174,16 @@ def metric_blocks(metrics: Mapping[str, Any], terminal: Terminal) -> Iterator[Li
 
 
 def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Line]:
-    """Yields a table of a step's groups, the lowest mean reward first."""
+    """Yields the table of a step's groups, the lowest mean reward first.
+
+    After it come warnings about what could not be read, and a hint at other pages."""
     errors = ReadErrors()
     # The largest difference of each rollout: one number, so all of a step fit into memory.
     mismatches: dict[int | None, float] = {
         scores.rollout_id: math.inf if scores.difference_max is None else scores.difference_max
         for _, scores in run.files.scores(step, errors)
     }
+    # The position of a group is the index of its prompt in the run's stream of prompts.
     groups_by_position: dict[int, PromptGroup] = {}
     for _, record in run.files.rollouts(step, errors=errors):
         if record.position not in groups_by_position:
@@ -207,11 +216,11 @@ def _group_lines(run: RecordedRun, step: int, terminal: Terminal) -> Iterator[Li
 
 
 def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict[int, PromptGroup]]:
-    """Returns for each matching prompt its groups by step, at most _MAX_ROWS prompts.
+    """Returns a dict {step: group} for each prompt of the run that matches.
 
-    A prompt matches if `wanted` is the number of its row, or else if it contains the text `wanted`,
-    in upper or lower case.
-    """
+    They are at most _MAX_ROWS prompts, in the order of the data set's rows. Counts lines that
+    cannot be read in `errors`. A prompt matches if `wanted` is the number of its row, or else if it
+    contains the text `wanted`, in upper or lower case."""
     # A number of at most 18 digits fits into 64 bits; a longer one is looked for as a text.
     row = int(wanted) if wanted.isascii() and wanted.isdecimal() and len(wanted) < 19 else None
     pattern = text_pattern(wanted)
@@ -221,7 +230,8 @@ def find_prompts(run: RecordedRun, wanted: str, errors: ReadErrors) -> list[dict
         for _, record in run.files.rollouts(step, errors=errors, is_wanted=line_filter):
             text = prompt_text(record.prompt)
             is_match = pattern.search(text) is not None if row is None else record.row == row
-            # The limit is on rows: of a row that was found, every further step counts.
+            # The limit is on the number of rows. Further steps of a row that is in `prompts` are
+            # always added.
             if is_match and (record.row in prompts or len(prompts) < _MAX_ROWS):
                 groups = prompts.setdefault(record.row, {})
                 group = PromptGroup(record.row, text[:_MAX_PROMPT_CHARS])
@@ -234,8 +244,8 @@ def prompt_page(
 ) -> Iterator[Line]:
     """Yields the page of the prompt that `wanted` names, or a list of prompts if several match.
 
-    Raises ConfigError if no dump has such a prompt.
-    """
+    `wanted` is explained at `find_prompts`. `step` is the step whose completions are shown; None is
+    the newest. Raises ConfigError if no dump has such a prompt."""
     errors = ReadErrors()
     # Raises ConfigError if the step has no completions, before all dumps are read.
     find_dumped_step(run, step)
@@ -247,7 +257,7 @@ def prompt_page(
     if len(prompts) == 1:
         yield from _prompt_history(run, prompts[0], step, terminal)
     else:
-        # At this limit the search added no further rows.
+        # The search stops at this number of rows, so there may be more.
         more = " or more" if len(prompts) == _MAX_ROWS else ""
         yield terminal.line(f"{len(prompts)}{more} prompts; --prompt ROW shows one", "title")
         columns = [Column("row", 8), Column("steps", 7), Column("first", 8), Column("last", 8)]
@@ -302,11 +312,10 @@ def _prompt_history(
 def search_lines(
     run: RecordedRun, text: str, step: int | None, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields completions that contain `text`, ignoring case, then the number of them at each step.
+    """Yields completions that contain `text`, ignoring case, then the number of them by step.
 
     In an episode, the answers of tools and the environment are searched too. Searches all steps if
-    `step` is None. Raises ConfigError if the step has no completions.
-    """
+    `step` is None. Raises ConfigError if the step has no completions."""
     errors = ReadErrors()
     pattern = text_pattern(text)
     # The newest step first, since the present policy matters most.
@@ -341,10 +350,10 @@ def search_lines(
 
 
 def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
-    """Yields the text around `match` (all of it with --full), in which all matches are marked.
+    """Returns the lines of the text around `match`, in which all matches are marked.
 
-    They are marked by a colour, or without colours by >> and <<.
-    """
+    With --full they are the whole text. They are marked by a colour, or without colours by >> and
+    <<."""
     text = match.string
     if not terminal.is_full:
         begin = max(0, match.start() - _CONTEXT_CHARS)
@@ -366,7 +375,9 @@ def _match_lines(match: re.Match[str], terminal: Terminal) -> Iterator[Line]:
 def _summary(
     counts: Mapping[int, int], text: str, num_shown: int, terminal: Terminal
 ) -> Iterator[Line]:
-    """Yields how many completions match in all, and a curve of `counts`, the matches by step."""
+    """Yields the end of a search's page: how many completions match in all, and at which steps.
+
+    `counts` has the number of matches by step; `num_shown` of them are on the page."""
     steps = sorted(counts)
     matching_steps = [step for step in steps if counts[step]]
     total = sum(counts.values())

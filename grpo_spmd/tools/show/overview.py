@@ -25,12 +25,13 @@ _MAX_CURVES = 8  # at most so many for components of the reward, and as many for
 _REPORT_LINES = 12
 _GOOD_STATES = ("done", "running")
 _BAD_STATES = ("failed", "killed")
+# What stands before a finding, by its level.
 _MARKS = {"bad": "!! ", "warning": "!  ", "ok": "ok "}
 _FIGURE_WIDTH = 8  # columns of a number and the space before it
 
 
 def curve(values: Sequence[Value], width: int, is_peak: bool = False) -> str:
-    """Returns `values` as a row of bars, of at most `width` characters.
+    """Returns `values`, such as a metric over the steps, as a text of at most `width` bars.
 
     The lowest bar is the smallest drawn value, the highest bar the largest. If there are more
     values than columns, a bar is the mean of neighbouring values, or the largest of them if
@@ -142,7 +143,9 @@ _CURVES = (
 
 
 def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the page of a run: state, findings, curves, time by phase, reports and a hint."""
+    """Yields the page of a run: state, findings, curves, time by phase, reports and a hint.
+
+    The reports are those that the doctor writes when ranks hang or fail."""
     yield from state_lines(run, terminal)
     yield from _finding_lines(run, terminal)
     if run.steps:
@@ -169,7 +172,9 @@ def overview(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the state of a run, its model, its ranks and devices, and its start."""
+    """Yields the state of a run, such as running or failed, with the reason.
+
+    A further line has its model, its ranks and devices, and its start."""
     # A run may be neither good nor bad, such as a preempted or silent one.
     style = "good" if run.state in _GOOD_STATES else "warning"
     if run.state in _BAD_STATES:
@@ -193,7 +198,9 @@ def state_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields the findings of the diagnosis, then the run's checks of itself."""
+    """Yields what the diagnosis has found, and the results of the run's checks of itself.
+
+    Lines beyond _MAX_FINDING_LINES are left out, except with --full."""
     entries: list[tuple[str, str]] = []  # level and text
     for finding in list_findings(run):
         # `state_lines` has already said why the run ended.
@@ -216,7 +223,11 @@ def _finding_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
-    """Yields a row for each metric: its label, its curve over the steps, and four numbers."""
+    """Yields a table of the run's curves, with a row for each metric.
+
+    A row has the metric's label, its curve over the steps, and its first, last, smallest and
+    largest value. There are rows for the reward and its components, the metrics of _CURVES, and
+    evaluations."""
     label_columns = label_width(terminal)
     width = terminal.columns - label_columns - 4 * _FIGURE_WIDTH
     steps = f"step {run.steps[0]['step']}..{run.last_step}"
@@ -235,7 +246,7 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
     for label, metric, is_peak, is_optional in curves:
         lines = run.evaluations if metric.startswith("eval/") else run.steps
         values: list[Value] = [line.get(metric) for line in lines]
-        # A metric that no step has gets no row.
+        # No row for a metric that no step has, or an optional one that was always 0.
         numbers = [value for value in values if value is not None]
         if any(numbers) if is_optional else numbers:
             drawn = curve(values, width - 1, is_peak)
@@ -245,16 +256,17 @@ def curve_lines(run: RecordedRun, terminal: Terminal) -> Iterator[Line]:
 
 
 def time_lines(lines: Sequence[Mapping[str, Any]], terminal: Terminal) -> Iterator[Line]:
-    """Yields a bar for each phase's share of the time of all `lines`, the longest first.
+    """Yields a table of where the time of the steps `lines` went, the longest phase first.
 
-    `lines` are steps of metrics.jsonl. Phases of less than 0.5 % are left out.
-    """
+    It has a bar for each phase, its share and its mean seconds. `lines` are steps of metrics.jsonl.
+    Phases of less than 0.5 % are left out."""
     total = _total_seconds("time/step_s", lines)
     if total <= 0:
         return
     # time/step_s, time/wall_s and time/unix_s are a total and clocks, not phases.
     names = set(matching_metrics(lines, r"time/(\w+)_s")) - {"step", "wall", "unix"}
     seconds = {name: _total_seconds(f"time/{name}_s", lines) for name in names}
+    # The time of the steps that is in no phase.
     seconds["between them"] = max(0.0, total - math.fsum(seconds.values()))
     mean = number(total / len(lines))
     title = f"where the time goes: {mean} s a step, each phase as its slowest rank took it"
