@@ -45,6 +45,7 @@ class Terminal(QueueHandler):
     """
 
     def __init__(self, stream: TextIO) -> None:
+        """Starts the thread that prints on `stream`."""
         self._lines: Queue[logging.LogRecord | None] = Queue(_MAX_WAITING_LINES)
         super().__init__(self._lines)
         self._stream = stream
@@ -52,11 +53,12 @@ class Terminal(QueueHandler):
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
+        """Hands a record to the thread; drops it if too many lines are waiting."""
         with suppress(Full):
             self._lines.put_nowait(record)
 
     def _run(self) -> None:
-        """Prints each record that is enqueued; the body of the thread. None ends it."""
+        """Prints each record that is enqueued, until it gets None; the body of the thread."""
         for record in iter(self._lines.get, None):
             line = printable(record.getMessage())
             # The reader may be gone (train | head), or the stream may be no real file.
@@ -88,7 +90,7 @@ def embedded_in(owner: Callable[[str], None]) -> Iterator[None]:
     """Marks the run as embedded in the caller's process (a script, a notebook) within the block.
 
     Then `exit_process` does not end the process: it passes its last words to `owner` and ends only
-    the thread that called it.
+    the thread that called it, by SystemExit.
     """
     global _owner
     _owner = owner
@@ -171,6 +173,7 @@ def exit_process(code: int, last_words: str = "") -> NoReturn:
 
 
 def _flush() -> None:
+    """Flushes the log's handlers, stdout and stderr. Streams that nobody reads are skipped."""
     for stream in (*logging.getLogger("grpo_spmd").handlers, sys.stdout, sys.stderr):
         with suppress(Exception):  # a closed pipe
             stream.flush()

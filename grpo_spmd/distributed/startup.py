@@ -27,11 +27,13 @@ class _Heartbeat:
     progress = ""
 
     def change(self, activity: str) -> None:
+        """Sets what the progress lines name, and restarts their count of seconds."""
         self.progress = ""
         self._activity = activity
         self._start = time.monotonic()
 
     def print_if_due(self) -> None:
+        """Prints a progress line if nothing was printed for seven seconds."""
         time_s = time.monotonic()
         if self.is_on and time_s - self.last_line >= _LINE_EVERY_S:
             self.last_line = time_s
@@ -40,6 +42,7 @@ class _Heartbeat:
                 print(text, flush=True)
 
     def run(self) -> None:
+        """Prints progress lines until `is_on` is False; the body of the thread."""
         while self.is_on:
             time.sleep(0.5)
             self.print_if_due()

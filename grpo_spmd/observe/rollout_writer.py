@@ -328,7 +328,7 @@ def _unlink(paths: Iterable[Path]) -> None:
 
 
 def _write_at(path: Path, offset: int, content: bytes) -> None:
-    """Writes `content` at byte `offset` of a file, into which other ranks write at other offsets."""
+    """Writes `content` at byte `offset` of a file. Other ranks write at other offsets."""
     # The rank that comes first creates the file. O_NOFOLLOW and O_NONBLOCK: a link or a fifo of
     # that name gives an error.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

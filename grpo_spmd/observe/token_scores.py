@@ -70,7 +70,7 @@ class KeptScores:
         self._kept: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}
 
     def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-        """Keeps the policy's first scores of a micro-batch: float [C] each, for its C sampled tokens.
+        """Keeps the policy's first scores of a micro-batch, float [C] for its C sampled tokens.
 
         Does not wait for the device.
         """
@@ -115,8 +115,8 @@ class KeptScores:
             parts = np.split(row[:4], begins[1:], axis=1)
             for rollout_id, part in zip(micro_batch.rollout_ids, parts, strict=True):
                 lines[rollout_id] = _encode_line(rollout_id, part)
-        # The tolerance is for float32 sums in another order. A sum that is NaN passes: the comparison
-        # is False, and the check of skipped updates (observe/log.py) reports it.
+        # The tolerance is for float32 sums in another order. Sums that are NaN cannot be compared,
+        # and pass.
         if tilt_squares is not None and abs(total - tilt_squares) > 1e-3 * max(tilt_squares, 1.0):
             raise TokenScoresError(
                 "token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is "

@@ -97,7 +97,7 @@ class Tracker:
         return step + is_evaluation >= next_step
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
-        """Sends a line of metrics.jsonl, which has `step`, and some rollouts of the step or none."""
+        """Sends a line of metrics.jsonl, which has `step`, and some or no rollouts of the step."""
 
     def finish(self) -> None:
         """Sends what is left, and closes the tracker's run."""
@@ -170,7 +170,7 @@ class TrackerFeed:
             self._warn(f"did not finish within {max(timeout_s, 0):.3g} s")
 
     def _warn(self, problem: str) -> None:
-        """Logs that the tracker has a problem, and that metrics.jsonl has all lines all the same."""
+        """Logs that the tracker has a problem, and that metrics.jsonl lacks nothing."""
         _log.warning("%s %s; metrics.jsonl is complete", self.tracker.title, problem)
 
     def _run(self) -> None:
@@ -190,7 +190,7 @@ class TrackerFeed:
             self._warn(f"is off from here on ({type(error).__name__}: {error})")
 
     def _call(self, method: Callable[..., None], *arguments: object) -> None:
-        """Calls a method of the tracker. While it lasts, `_called_at` has the time when it began."""
+        """Calls a method of the tracker. Meanwhile `_called_at` is the time at which it began."""
         self._called_at = time.monotonic()
         method(*arguments)
         self._called_at = None
