@@ -81,6 +81,7 @@ def _train_step(run: Run, step: int) -> None:
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
+        # In the critic's warm-up steps only the critic is trained: the policy's loss is measured.
         update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
         sums = update(batch, run.update_check, stop_check, kept_scores)
         sums |= run.signals.update(batch) | route_metrics

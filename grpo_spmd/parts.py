@@ -126,7 +126,7 @@ class Sampling:
         )
 
     def close(self) -> None:
-        """Collective. Ends the processes of rewards and environments, the engine and the session."""
+        """Collective. Ends the rewards' and environments' processes, the engine and the session."""
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
@@ -177,7 +177,7 @@ class Run(Sampling):
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Records the state at the beginning of a step, and tells the parts of the step.
+        """Collective. Records the state in which a step begins, and tells the parts of the step.
 
         A preempted run saves this state, from which it repeats the step. Raises Preempted if the
         run has to stop.
@@ -278,7 +278,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         return None
     config = decide_memory(config, start.trainer.get("config", {}), session)
     facts = replace(facts, config=flatten_config(config))
-    # What is known without the engine is refused before it starts.
+    # What is known without the engine is refused before it starts, so the result is not used here.
     choose_sharing(config, replays_routes=False)
     sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
     environments, rewards = sampling.environments, sampling.rewards
@@ -340,6 +340,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.rollout.sync_bucket_bytes(session.device.type),
         config.proofs.every_steps if config.proofs.weights else None,
         offload,
+        # The buffer keeps completions under the name (a digest) of the weights that sampled them.
         is_named=config.checkpoint.rollout_buffer,
     )
     writer = RolloutWriter(run_dir, config.logging, session)
@@ -403,9 +404,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.rollout.group_size,
         config.seed,
         buffer=buffer,
+        # The groups with the longest expected completions begin first.
         lengths=ExpectedLengths() if config.rollout.schedule == "shared_queue" else None,
         tail=tail,
         environments=environments,
+        # Complete groups are scored while other groups are still being sampled.
         early_rewards=rewards,
         tokenizer=tokenizer,
     )
@@ -652,8 +655,10 @@ def open_environments(
 
     limits = EpisodeLimits(
         config.environment.max_turns,
+        # Tokens of a context after the prompt, then tokens that one turn samples.
         config.max_rollout_tokens - config.data.max_prompt_tokens,
         config.rollout.max_completion_tokens,
+        # Tokens of a context with its completion, then tokens of all segments of an episode.
         config.max_rollout_tokens,
         config.micro_batch_tokens,
     )

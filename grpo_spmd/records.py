@@ -268,7 +268,7 @@ class RowRoutes:
 class PrefixTree:
     """The sequences of a micro-batch as trees, in which each shared prefix is computed only once.
 
-    A node is a span of tokens; a sequence is the nodes on the way from a root to a leaf. The models
+    A node is a span of tokens; a sequence is the nodes on a way that begins at a root. The models
     read the N tokens of the M nodes, node after node, in the place of the T tokens of the
     sequences. A token attends to the nodes before its own on the way from the root, and to the
     tokens before it in its own node.

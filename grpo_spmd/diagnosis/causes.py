@@ -37,22 +37,22 @@ _LEAPS = {
     "reward/zero_std_groups_frac": 0.3,
 }
 _MAX_LR = 1e-3  # of AdamW on tiny models; large ones, and LoRA, train at less
-_MIN_STEPS_AFTER = 4  # the first update
-_MIN_STEPS_TO_LEARN = 20
-_ALIKE_FRAC = 0.999
-_SLOW_FRAC = 0.4  # of a step's time, or of all time
+_MIN_STEPS_AFTER = 4  # fewer steps after the first update prove nothing
+_MIN_STEPS_TO_LEARN = 20  # before that a critic or the distance to a teacher is not judged
+_ALIKE_FRAC = 0.999  # of groups: so many with equal rewards are all groups
+_SLOW_FRAC = 0.4  # of the steps' time: rewards or checkpoints that take more are slow
 _SLOW_CALL_FRAC = 0.5  # of the time that a step samples
 _MIN_SAMPLING_S = 1.0  # a step that samples for less is a tiny model's
 # Only a step away from the sampling policy is clipped, so about half of the tokens at the most.
 _CLIPPED_FRAC = 0.3
 _TEACHES_NAT = 1e-5  # a KL below it is rounding
 _NUM_TIMED_STEPS = 50  # the newest ones, of which the timeline is read
-_MIN_STEPS = 3
+_MIN_STEPS = 3  # fewer steps of the timeline prove nothing
 _MIN_STEP_S = 1.0  # shorter steps are a tiny model's
-_SLOW_RANK_FRAC = 0.15  # of the time
-_MIN_GROUPS = 8
-_FOLLOWS = 0.8  # a correlation
-_MOST = 0.8  # of completions
+_SLOW_RANK_FRAC = 0.15  # of the steps' time: a rank that costs the others more is slow
+_MIN_GROUPS = 8  # fewer groups, or prompts, prove nothing
+_FOLLOWS = 0.8  # from this correlation on the reward follows the length
+_MOST = 0.8  # of completions: from this fraction on nearly all of them do something
 
 
 def _judge_learning_rate(run: RecordedRun) -> Iterator[Finding]:

@@ -29,8 +29,8 @@ from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.observe.run_folder import ReadErrors, RunFolder
 
 REPORT_FILES = ("failure.txt", "hang.txt")
-# Lines of metrics in memory and all their values, of 100 bytes each. From a longer run every second
-# step is kept, every fourth and so on.
+# The most lines of metrics, and values in them (of 100 bytes each), that are kept in memory. From a
+# longer run every second step is kept, or every fourth and so on.
 _MAX_STEPS = 24_000
 _MAX_VALUES = 3_000_000
 _MAX_METRICS = 1_000
@@ -42,14 +42,15 @@ _MAX_REPORT_CHARS = 100_000
 _MAX_LOG_BYTES = 1 << 20
 _REPORT_TAIL_BYTES = 1 << 24  # of a report's file, which keeps earlier reports
 _MAX_LAUNCHES = 1_000
-# A run without a new line is "silent" after this time: before its first step; later, or so many
-# times the longest of the recent steps or of all steps.
+# A run that has written no line for so long is "silent": before its first step for
+# _FIRST_STEP_S (or watchdog.timeout_s); later for the largest of _LATER_STEP_S, _RECENT_FACTOR times
+# the longest of the last _NUM_RECENT steps, and _LONGEST_FACTOR times the longest of all steps.
 _FIRST_STEP_S = 1800.0
 _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
-_NUM_READ_STEPS = 3  # whose rollouts are read for a cause
+_NUM_READ_STEPS = 3  # the number of steps whose rollouts are read to look for a cause
 _MAX_ROLLOUTS = 4_096  # of a step
 _ROLLOUT_FIELDS = (
     "rollout_id", "row", "position", "sample", "prompt", "columns", "completion", "reward",

@@ -30,16 +30,16 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.proofs.schedule import weakened_proofs
 from grpo_spmd.rewards.protocol import watched_rewards
 
-_NEAR_BOUND = 0.5  # of a bound
-_SPIKE = 10.0  # times the gradients before it
-_NUM_BEFORE_SPIKE = 20
+_NEAR_BOUND = 0.5  # of a bound: from there on a value is near it
+_SPIKE = 10.0  # a spike is more than this many times the median of the gradients before it
+_NUM_BEFORE_SPIKE = 20  # the most steps before it that are compared, and the fewest
 _MIN_BEFORE_SPIKE = 5
 _MAX_REASON_CHARS = 300
-_FAILED_TOOLS_FRAC = 0.2  # of calls: a policy tries out arguments that tools refuse
+_FAILED_TOOLS_FRAC = 0.2  # of tool calls: fewer are usual, as a policy tries out arguments
 _RETRIED_FRAC = 0.2  # of completions: so many retries take time
-_MOST_TOOLS_FRAC = 0.5  # the policy cannot learn to use such tools
+_MOST_TOOLS_FRAC = 0.5  # of tool calls: if so many fail, the policy cannot learn to use tools
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
-_MIN_GROWTH_GIB = 0.25  # in the second half of a run
+_MIN_GROWTH_GIB = 0.25  # in the second half of a run: less is no leak
 _MEMORY_CAUSES = {
     "memory/host/workers_gib": " A reward function, a tool or an environment keeps what it should "
     "drop, in a list, a cache or a connection that outlives the call."
@@ -55,6 +55,7 @@ _EXPLANATIONS = (
     "completion/truncated_frac",
     _MISMATCH_MEAN,
 )
+# The states of a run that are findings, with the words of their titles.
 _END_STATES = {"failed": "failed", "killed": "was killed", "silent": "writes nothing any more"}
 
 

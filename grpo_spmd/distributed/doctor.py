@@ -42,14 +42,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Record = TypeVar("Record")
+# The time between two rounds of the doctor's thread.
 _POLL_S = 0.5
 # If a rank has not answered an alarm after this time, another rank of its host answers for it, from
 # what it sees of that process. On a busy machine an answer may take seconds.
 _PEER_ANSWER_S = 5.0
-# The longest times to wait for all answers, and then for the report. What is there is read at once.
+# The longest times to wait for all ranks' answers, and then for the report. A wait ends as soon as
+# they are in the store.
 _ANSWER_S = _PEER_ANSWER_S + 5.0
 _REPORT_S = 8.0
-# The time between two looks at whether the slowest rank still beats; less if the limit is short.
+# The time between two looks at whether the slowest rank still beats. It is less if the phase's time
+# limit is short.
 _BEHIND_S = 20.0
 # A rank on another host that has not beaten for so long counts as lost. Of ranks on this host, the
 # process is looked at instead.

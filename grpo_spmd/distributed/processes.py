@@ -53,12 +53,12 @@ _DEBUGGERS = (
     "_pydevd_bundle",
     "debugpy",
 )
-_STACKS_S = 2.0
+_STACKS_S = 2.0  # the longest wait for another process's stacks
 _SQUEUE_TIMEOUT_S = 20
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 _MAX_PENDING = 10  # unfinished collectives in a report
 _MAX_SPANS = 6  # spans of consecutive ranks in a line
-# At most so many frames of torch's own Python code lie around a call that waits.
+# A call of torch that waits goes through at most so many frames of torch's own Python code.
 _MAX_WRAPPERS = 6
 
 

@@ -36,12 +36,13 @@ from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
-# The payloads of the two collectives of a step: a rank's seconds of each generation, or its spans,
-# and its reductions.
+# What each rank sends in the two collectives of a step: to `check_step` its seconds of each
+# generation and its counts (_SUMS), to `end_step` its spans and its maxima (_MAXIMA).
 _encode = msgspec.msgpack.encode
 _SUMS = msgspec.msgpack.Decoder(tuple[list[float], bytes])
 _MAXIMA = msgspec.msgpack.Decoder(tuple[list[Span], bytes])
 Metrics = dict[str, float | None]
+# The percentiles of the ratio of policy to engine probability that are metrics.
 _PERCENTS = (1, 50, 99)
 # A run's last log line shows the mean reward over this many last steps.
 _NUM_LAST_REWARDS = 10

@@ -50,12 +50,14 @@ MAX_TEXT_CHARS = 4_000
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+# The fields of a rollout's record that are read to show it.
 _FIELDS = (
     "position", "sample", "prompt", "completion", "reward", "rewards", "advantage",
     "finish_reason", "columns", "status", "messages",
 )  # fmt: skip
 
 
+# Columns of ShownRollout.fields whose text its messages have, too.
 _MESSAGE_FIELDS = ("prompt", "completion")
 
 
