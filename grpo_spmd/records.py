@@ -325,8 +325,8 @@ class MicroBatch:
     rollout_ids: list[int]
     """The rollouts of the row that have at least one completion token."""
     slice_predictions: list[int] = field(default_factory=list)
-    """Of each of the equal slices of the row's T tokens, one for each rank that shares the row: how
-    many of the C tokens are predicted there. They add up to C."""
+    """With sequence parallelism each rank that shares the row has an equal slice of its T tokens.
+    For each slice: how many of the C tokens are predicted there. They add up to C."""
     # Filled between assembly and update, by attach_logprobs, the teachers and the critic.
     old_logprobs: Tensor | None = None
     """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
@@ -389,9 +389,10 @@ class ScoredRollouts:
     reward_inputs: list[dict[str, Any]] = field(default_factory=list)
     """The keyword arguments with which reward functions were called for this completion."""
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By index of a completion, its notes: "extra" is {reward: {column: value}}. At the first
-    completion of a call, "logged" is {reward: {metric: [sum, count]}}. At the first completion of a
-    group, "retried" is {reward: the status of the failed call for the group}."""
+    """By index of a completion, its notes by kind. "extra" is what rewards logged for it: {reward:
+    {column: value}}. At the first completion of a call, "logged" is {reward: {metric: [sum,
+    count]}}. At the first completion of a group, "retried" is {reward: the status of the failed
+    call for the group}."""
 
     def extend(self, later: ScoredRollouts) -> None:
         """Appends the completions of a later round of the same step.

@@ -52,7 +52,7 @@ _MIN_STEP_S = 1.0  # shorter steps are a tiny model's
 _SLOW_RANK_FRAC = 0.15  # of the steps' time: a rank that costs the others more is slow
 _MIN_GROUPS = 8  # fewer groups, or prompts, prove nothing
 _FOLLOWS = 0.8  # from this correlation on the reward follows the length
-_MOST = 0.8  # of completions: from this fraction on nearly all of them do something
+_MOST = 0.8  # of completions that are cut off, and of these with one special token
 
 
 def _judge_learning_rate(run: RecordedRun) -> Iterator[Finding]:

@@ -72,7 +72,7 @@ class Curve:
     def noise(self) -> float:
         """The standard error of the difference of two levels, from the scatter around `smoothed`.
 
-        A `gain` of a few times this is no chance.
+        A `gain` of several times this is not due to chance.
         """
         if not len(self):
             return math.nan

@@ -42,9 +42,9 @@ _MAX_REPORT_CHARS = 100_000
 _MAX_LOG_BYTES = 1 << 20
 _REPORT_TAIL_BYTES = 1 << 24  # of a report's file, which keeps earlier reports
 _MAX_LAUNCHES = 1_000
-# A run that has written no line for so long is "silent": before its first step for
-# _FIRST_STEP_S (or watchdog.timeout_s); later for the largest of _LATER_STEP_S, _RECENT_FACTOR times
-# the longest of the last _NUM_RECENT steps, and _LONGEST_FACTOR times the longest of all steps.
+# A run that has written no line for so long is "silent". Before its first step that is the config's
+# watchdog.timeout_s, or _FIRST_STEP_S. Later it is the largest of _LATER_STEP_S, of _RECENT_FACTOR
+# times the longest of the last _NUM_RECENT steps, and of _LONGEST_FACTOR times the longest of all.
 _FIRST_STEP_S = 1800.0
 _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0

@@ -32,8 +32,8 @@ from grpo_spmd.rewards.protocol import watched_rewards
 
 _NEAR_BOUND = 0.5  # of a bound: from there on a value is near it
 _SPIKE = 10.0  # a spike is more than this many times the median of the gradients before it
-_NUM_BEFORE_SPIKE = 20  # the most steps before it that are compared, and the fewest
-_MIN_BEFORE_SPIKE = 5
+_NUM_BEFORE_SPIKE = 20  # the most steps before a spike that it is compared with
+_MIN_BEFORE_SPIKE = 5  # with fewer steps before it, nothing is a spike
 _MAX_REASON_CHARS = 300
 _FAILED_TOOLS_FRAC = 0.2  # of tool calls: fewer are usual, as a policy tries out arguments
 _RETRIED_FRAC = 0.2  # of completions: so many retries take time

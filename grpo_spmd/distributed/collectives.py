@@ -323,8 +323,8 @@ def open_store(store: dist.Store) -> None:
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
     """Claims the next job in `queue` and returns its number; None if no job is left.
 
-    The ranks share the queue, a counter in the run's store. Jobs are numbered from 0 to `num_jobs`
-    - 1, and no two calls get the same number. Each of the `num_claimers` ranks must claim until it
+    The ranks share the queue, a counter in the run's store. The `num_jobs` jobs are numbered from 0
+    on, and no two calls get the same number. Each of the `num_claimers` ranks must claim until it
     gets None. The last of these calls removes the queue, so that the store does not grow. Only then
     may its name be used again.
     """

@@ -427,9 +427,9 @@ class Doctor:
     def _find_alarm(self) -> Alarm | None:
         """Returns what is wrong with this rank or with one that it watches; None if all is well.
 
-        It looks in this order: has this rank failed, has its phase exceeded the limit, is the
-        process of the next rank of this host gone, and does the next rank of the run, on another
-        host, no longer beat.
+        It looks in this order whether this rank has failed, its phase has exceeded the time limit,
+        the process of the next rank of this host is gone, or the next rank of the run, on another
+        host, has stopped beating.
         """
         if self._fault is not None:
             return Alarm(self._fault.kind, self._rank)

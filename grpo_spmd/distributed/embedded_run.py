@@ -33,7 +33,7 @@ class _StoppedError(Exception):
 
 @contextmanager
 def embedded_run(release: Callable[[], None]) -> Iterator[None]:
-    """Runs the block, a training, in a process that goes on after it.
+    """Runs the block, a training, in the caller's process, which goes on after it.
 
     With several ranks a failure ends the processes of all ranks, as in the training command: ranks
     that wait in a collective could not be interrupted otherwise. With one rank the failure is

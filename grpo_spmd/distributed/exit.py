@@ -34,7 +34,7 @@ _owner: Callable[[str], None] | None = None
 
 
 class Rank0Error(RuntimeError):
-    """A function that `on_rank0` called on rank 0 has failed. Every rank raises this error."""
+    """Raised on every rank if a function that rank 0 ran for all (`on_rank0`) has failed."""
 
 
 class Terminal(QueueHandler):
@@ -131,11 +131,11 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_teardown() -> Iterator[None]:
-    """Limits the time of the teardown in the block. Use it once every rank knows that all is saved.
+    """Limits the time of the teardown in the block to a minute, after which the process exits.
 
-    If the teardown takes more than a minute, the process exits with code 0. If its threads are so
-    stuck that this timer cannot run, the kernel kills it 20 s later. Otherwise torchrun would wait
-    for the rank that hangs, and the nodes would stay allocated.
+    Use it once every rank knows that all is saved. The exit code is then 0. If the threads are so
+    stuck that this timer cannot run, the kernel kills the process 20 s later. Otherwise torchrun
+    would wait for the rank that hangs, and the nodes would stay allocated.
     """
     if _owner is not None:
         yield

@@ -99,7 +99,7 @@ def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
 
 
 def print_notice(text: str) -> None:
-    """Prints one sentence from the first rank of each node."""
+    """Prints one sentence on stderr, from the first rank of each node only."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # A new line first, because the terminal has printed ^C.
         say(("\n" if sys.stderr.isatty() else "") + text)

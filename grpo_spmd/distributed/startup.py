@@ -68,7 +68,11 @@ def note(progress: str) -> None:
 
 
 def follow(line: str) -> None:
-    """Takes the activity from a printed log line; the first step's line ends the progress lines."""
+    """Sets what the progress lines name, from a log line that was printed.
+
+    A line "starting ...: ..." names the activity; the line of the first step ends the progress
+    lines.
+    """
     _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()

@@ -22,7 +22,7 @@ _FIGURES = re.compile(f"{_NUMBER}gib,{_NUMBER}tflops,{_NUMBER}gb/s(?:,{_NUMBER}g
 
 @dataclass(frozen=True)
 class Card:
-    """Describes one GPU. All figures are ceilings, so numbers computed from them are estimates."""
+    """The figures of one GPU. All are ceilings, so what is computed from them is an estimate."""
 
     name: str
     gib: float

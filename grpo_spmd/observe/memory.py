@@ -97,7 +97,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Returns the size of the device's memory, or of the host's memory for a CPU."""
+    """Returns the size of the device's memory in bytes; for a CPU that of the host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -120,7 +120,7 @@ def children_bytes(pid: int | str = "self") -> int:
 
 
 def _read_proc_bytes(path: str) -> dict[str, int]:
-    """Returns the sizes in a file of /proc by name, in bytes."""
+    """Returns the sizes that a file of /proc lists in kB, in bytes by name, such as "VmRSS"."""
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
     return {name: int(value.split()[0]) << 10 for name, value in pairs if value.endswith(" kB")}
 
@@ -284,9 +284,11 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Returns, for each phase, changes of the config that lower its peak of memory.
+    """Returns, for each phase, texts about changes of the config that lower its peak of memory.
 
-    The likeliest to help comes first. Switches that are on already are left out.
+    The likeliest to help comes first. Switches that are on already are left out. The texts are
+    shown in the message of an out-of-memory error, and need the settings that this function is
+    given.
     """
     fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
     if training.micro_batch_tokens <= max_rollout_tokens:

@@ -140,7 +140,7 @@ def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
 
 
 class JsonLine(NamedTuple):
-    """Holds one parsed line of JSON, such as a line of metrics.jsonl, and its text."""
+    """One parsed line of JSON, such as a line of metrics.jsonl, and its text."""
 
     values: dict[str, Any]
     text: bytes

@@ -91,7 +91,8 @@ class RolloutRecord:
     extra: dict[str, Any] = field(default_factory=dict)
     """What rewards logged for this rollout: {reward: {column: value}}."""
     status: str | None = None
-    """How an episode ended. None for a single turn, which has none of the fields below."""
+    """How an episode ended. None for a rollout of a single turn, whose line has none of the fields
+    below."""
     turns: list[Any] = field(default_factory=list)
     """The episode's tokens, sampled and given, as `episode_fields` describes them."""
     messages: list[Any] = field(default_factory=list)
@@ -121,7 +122,7 @@ class EvalRecord:
     final_answer: str
     """Extracted from the completion; the data's own answer is in `columns`."""
     right: bool
-    """By the first of the rewards."""
+    """Whether the completion is right, by the first of the rewards."""
     reward: float | None
     rewards: dict[str, float | None]
     finish_reason: str

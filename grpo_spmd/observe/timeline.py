@@ -46,7 +46,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of one step. In the file each span is a JSON list."""
+    """A line of timeline.jsonl: when some ranks were in which phase of one step.
+
+    In the file each span is a JSON list.
+    """
 
     step: int
     unix_s: float
