@@ -11,6 +11,7 @@ import os
 import signal
 import struct
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ _FAILED_FLUSH_S = 1.0
 # How long the teardown of vLLM and NCCL may take.
 _END_S = 60.0
 _MAX_WAITING_LINES = 1000
+_MIN_COLUMNS = 40  # lines are not wrapped to less, however narrow the terminal is
 # Takes the last words of a run that is embedded in somebody else's process (`embedded_in`).
 _owner: Callable[[str], None] | None = None
 
@@ -64,10 +66,24 @@ class Terminal(QueueHandler):
             # The reader may be gone (train | head), or the stream may be no real file.
             with suppress(OSError, ValueError, AttributeError):
                 # One write: ranks share a pipe, and print() writes the newline separately.
-                self._stream.write(f"{line}\n")
+                self._stream.write(f"{self._wrap(line)}\n")
                 self._stream.flush()
             startup.follow(line)
             self._lines.task_done()
+
+    def _wrap(self, line: str) -> str:
+        """Returns the line wrapped to the terminal's width; unchanged if `stream` is no terminal."""
+        is_terminal = self._stream.isatty()
+        columns = os.get_terminal_size(self._stream.fileno()).columns if is_terminal else 0
+        if not 0 < columns < len(line):
+            return line
+        return textwrap.fill(
+            line,
+            max(columns, _MIN_COLUMNS),
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     def end(self) -> None:
         """Prints the waiting lines and ends the thread.

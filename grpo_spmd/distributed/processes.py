@@ -74,10 +74,12 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:
     """Makes the kernel send a signal to this process when the thread that started it ends.
 
-    `number` is the signal; 0 cancels an earlier call. If `parent_pid` is given and is no longer
-    this process's parent, because it has ended already, this process exits at once.
+    `number` is the signal; 0 cancels an earlier call. Does nothing on systems other than Linux. If
+    `parent_pid` is given and is no longer this process's parent, because it has ended already, this
+    process exits at once.
     """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    with suppress(AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     # Checked after the call above, so that a parent that ends in between is noticed too.
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(0)

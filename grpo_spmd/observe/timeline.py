@@ -91,12 +91,16 @@ class TimelineFile:
         path = run_dir / _NAME
         self._file: LineFile | None = None
         try:
+            end = b""
             if os.path.lexists(path):
                 # not opened for writing before the check: opening a fifo would wait for a reader
-                open_regular(path).close()
+                with open_regular(path) as file:
+                    file.seek(max(0, file.seek(0, os.SEEK_END) - 1))
+                    end = file.read()
             self._file = LineFile(path)
-            # If a kill has cut the last line short, this ends it; readers skip an empty line.
-            self._file.write("")
+            if end not in (b"", b"\n"):
+                # a kill has cut the last line short: end it, or the next line would continue it
+                self._file.write("")
         except (OSError, UntrustedError) as error:
             _log.warning("%s is not written: %s", path, error)
 

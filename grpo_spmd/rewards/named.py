@@ -133,8 +133,9 @@ def as_its_own_program(file: str) -> Iterator[None]:
 # Functions given to grpo_spmd.run. The nursery, which starts the reward workers, is a new program
 # and shares no memory with the rank, so functions are sent to it by cloudpickle: by value if they
 # are defined in a script, in a notebook or inside a function, by name if their module can be
-# imported. Unpickling is safe here: the bytes are this process's own, in an unnamed file that only
-# its child inherits. Nothing from a user's file or another process is ever unpickled.
+# imported. The messages of calls go the same way. Unpickling is safe here: the bytes are this
+# process's own, in an unnamed file or a socket that only its child inherits. Nothing from a user's
+# file or another process is ever unpickled; what a worker replies is JSON.
 
 
 def function_name(function: Function) -> str | None:

@@ -42,7 +42,7 @@ def test_a_rank_that_runs_out_of_memory_in_a_run_says_so_after_it_was_alarmed(
     assert "rank 1 ran out of memory in phase update; the host has" in output
     assert "update, when it failed" in output
     assert (
-        "what may help, the likeliest first: training.max_tokens_per_micro_batch: lower (now 64);"
+        "what may help, the likeliest first: lower training.max_tokens_per_micro_batch (64);"
         in output
     )
     alarms = [line for line in output.splitlines() if "memory grows:" in line]

@@ -43,7 +43,7 @@ def test_every_planted_fault_is_seen_and_nothing_else(
 def test_the_check_of_the_update_sees_planted_faults_and_changes_no_bit(
     tmp_path: Path, part: str, message: str
 ) -> None:
-    """38 faults are each named. 25 kinds of clean updates pass (losses, estimators, both dtypes,
+    """38 faults are each named. 26 kinds of clean updates pass (losses, estimators, both dtypes,
     recomputation, adapters, replicas, a rank with few rollouts, episodes), 13 of them compared to
     the bit with an update that nobody looks at."""
     folder = make_model(tmp_path / "model", "qwen3", tied=True)

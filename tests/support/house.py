@@ -48,7 +48,7 @@ ROOM_TOKENS = {
     "config": 13_260,
     "files": 1_760,
     "records": 1_890,
-    "distributed": 15_220,
+    "distributed": 15_300,
     "data": 9_020,
     "rewards": 28_660,
     "model": 28_360,
@@ -220,9 +220,12 @@ def known_config(package: Path) -> Iterator[str]:
                 yield f"{name}:{line}: knows the Run, which is for loop.py alone"
 
 
-# Functions of the caller's own process, for the child that it starts, through memory that only that
-# child inherits.
+# Functions and messages of the caller's own process, for the child that it starts, through memory
+# or a socket that only that child inherits.
 _OWN_PICKLES = ("rewards/named.py", "cloudpickle")
+# Where a process packs messages for its child, and where that child unpacks them.
+_PACKERS = ("checks/trials.py", "rewards/pool/pool.py", "rewards/pool/processes.py")
+_UNPACKERS = ("rewards/pool/nursery.py", "rewards/pool/worker.py")
 
 
 def code_of_others(tree_of: Path) -> Iterator[str]:
@@ -250,7 +253,11 @@ def code_of_others(tree_of: Path) -> Iterator[str]:
             is_loader = _called(node) in ("from_pretrained", "from_config", "LLM")
             if is_loader and node not in report and isinstance(node.ctx, ast.Load):  # type: ignore[attr-defined]
                 yield (f"{name}:{node.lineno}: {ast.unparse(node)} without trust_remote_code=False")  # type: ignore[attr-defined]
-        for line, module, _ in _imports(tree):
+        for line, module, names in _imports(tree):
+            if module == "grpo_spmd.rewards.named":
+                for function, places in (("pack", _PACKERS), ("unpack", _UNPACKERS)):
+                    if function in names and name not in places:
+                        yield f"{name}:{line}: imports {function}, which is cloudpickle's"
             is_own = (name, module) == _OWN_PICKLES
             if not is_own and module.split(".")[0] in (
                 "pickle",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import logging
+import os
+import pty
+import struct
+import termios
 from typing import Any
 
 import pytest
@@ -232,8 +237,29 @@ def through_terminal(stream: Any, *messages: str) -> None:
     handler.flush()
 
 
-def test_lines_are_printed_whole() -> None:
+def test_long_lines_are_wrapped_in_a_terminal_and_whole_in_a_pipe() -> None:
     long = "a long warning " * 12 + "/a/path/that/is/longer/than/a/line/of/a/terminal/" + "x" * 60
     pipe = io.StringIO()
     through_terminal(pipe, long, "short  with  spaces")
     assert pipe.getvalue() == f"{long}\nshort  with  spaces\n"
+    ours, theirs = pty.openpty()
+    os.environ.pop("COLUMNS")
+    with open(theirs, "w", closefd=False) as stream:
+        os.set_blocking(ours, True)
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        through_terminal(stream, long, "short  with  spaces")
+        displayed = b""
+        while not displayed.endswith(b"short  with  spaces\r\n"):
+            displayed += os.read(ours, 65536)
+    lines = displayed.decode().replace("\r\n", "\n").splitlines()
+    os.close(theirs)
+    os.close(ours)
+    assert " ".join(line.strip() for line in lines[:-1]) == long
+    assert lines[-1] == "short  with  spaces"
+    assert [len(line) > 80 for line in lines] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+    ]  # a path stays whole

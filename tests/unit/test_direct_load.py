@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,6 +49,28 @@ def test_any_slice_of_rows_and_columns_is_filled() -> None:
         if start:
             with pytest.raises(EngineStateError, match="b was not covered by the policy"):
                 direct([("a", full)])
+
+
+def test_each_gathered_tensor_is_dropped_before_the_next_is_made() -> None:
+    """Two whole tensors of a large model at a time would be gigabytes of a GPU's memory."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(torch.zeros(12, 4))
+    parts = tuple(TensorPart(name, 4, 0, 4 * i, 4) for i, name in enumerate("abc"))
+    tensor = EngineTensor("x", parts, layer.weight, layer=layer)
+    num_alive: list[int] = []
+
+    def gathered() -> Iterator[tuple[str, Tensor]]:
+        made: list[weakref.ref[Tensor]] = []
+        for value, name in enumerate("abc", start=1):
+            num_alive.append(sum(reference() is not None for reference in made))
+            full = torch.full((4, 4), float(value))
+            made.append(weakref.ref(full))
+            yield name, full
+            del full
+
+    DirectLoad(layer, [tensor], {name: name for name in "abc"}, torch.float32)(gathered())
+    assert num_alive == [0, 0, 0]
+    assert layer.weight[::4, 0].tolist() == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize("retained", [torch.float32, torch.bfloat16])

@@ -53,7 +53,11 @@ def test_a_line_says_what_each_rank_told(tmp_path: Path) -> None:
     file = TimelineFile(tmp_path)
     file.write(1, 1795400628.74412, 2, [told(SPANS, [2.25, 0.0]), told(SPANS[:1], [])])
     file.close()
-    line = json.loads((tmp_path / "timeline.jsonl").read_text())
+    TimelineFile(tmp_path).close()  # another launch
+    text = (tmp_path / "timeline.jsonl").read_text()
+    assert text.startswith("{")
+    assert text.count("\n") == 1
+    line = json.loads(text)
     assert line == {
         "step": 1,
         "unix_s": 1795400628.744,

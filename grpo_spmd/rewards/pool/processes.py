@@ -82,7 +82,7 @@ def allow_workers(num_workers: int, key: str) -> None:
     """
     needed = num_workers + _OTHER_FILES
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if needed > hard:
+    if needed > hard != resource.RLIM_INFINITY:
         raise ConfigError(
             f"{key} ({num_workers}) needs {needed} open files on each rank, and the limit of open "
             f"files (ulimit -Hn) is {hard}: at most {max(hard - _OTHER_FILES, 1)} workers fit"
@@ -92,10 +92,12 @@ def allow_workers(num_workers: int, key: str) -> None:
 
 def allow_files(number: int) -> None:
     """Increases this process's limit of open files to `number`, or to the hard limit if lower."""
-    # Linux has no infinite limits of open files.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if number > soft:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(number, hard), hard))
+    # RLIM_INFINITY is -1.
+    if hard != resource.RLIM_INFINITY:
+        number = min(number, hard)
+    if number > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
 
 
 class ProcessPool:

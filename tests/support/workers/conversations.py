@@ -150,7 +150,7 @@ def converse(engine: RolloutEngine, method: str, version: int) -> dict[int, list
         assert set(world.came) <= {LATE_REQUESTS_WAIT_S}, world.came
     elif engine.tp_rank == 0 and engine.num_engines == 1:
         assert 0.0 in world.came  # some came while others ran
-    check_cached(outputs)
+    check_cached(engine, outputs)
     return created
 
 
@@ -186,7 +186,7 @@ def watched(engine: RolloutEngine) -> Iterator[list[Any]]:
         yield outputs
 
 
-def check_cached(outputs: Sequence[Any]) -> None:
+def check_cached(engine: RolloutEngine, outputs: Sequence[Any]) -> None:
     """Collective. A context re-enters with its prefix cached. Small caches, which hold few
     conversations, are not asked."""
     initial: dict[tuple[int, ...], int] = {}
@@ -201,9 +201,11 @@ def check_cached(outputs: Sequence[Any]) -> None:
     assert all(output.num_cached_tokens >= BLOCK for output in again), [
         o.num_cached_tokens for o in again
     ]
-    # One of several engines may have got few of the conversations.
+    # One of two engines may have got few of the conversations. An engine's first rank counts for
+    # all of its ranks, which have the same outputs.
     is_large = bool(outputs) and max(initial.values()) > BLOCK
-    counts = on_rank0(list, [len(again), is_large])
+    num_again = len(again) if engine.tp_rank == 0 else 0
+    counts = on_rank0(list, [num_again, is_large])
     if any(large for _, large in counts):
         assert sum(count for count, _ in counts) >= 8, counts
 
