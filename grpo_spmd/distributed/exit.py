@@ -72,7 +72,7 @@ class Terminal(QueueHandler):
             self._lines.task_done()
 
     def _wrap(self, line: str) -> str:
-        """Returns the line wrapped to the terminal's width; unchanged if `stream` is no terminal."""
+        """Returns the line wrapped to the terminal's width; unchanged if there is no terminal."""
         is_terminal = self._stream.isatty()
         columns = os.get_terminal_size(self._stream.fileno()).columns if is_terminal else 0
         if not 0 < columns < len(line):

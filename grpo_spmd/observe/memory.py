@@ -287,8 +287,7 @@ def remedies(
     """Returns, for each phase, texts about changes of the config that lower its peak of memory.
 
     The likeliest to help comes first. Switches that are on already are left out. The texts are
-    shown in the message of an out-of-memory error, and need the settings that this function is
-    given.
+    shown in the message of an out-of-memory error.
     """
     fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
     if training.micro_batch_tokens <= max_rollout_tokens:

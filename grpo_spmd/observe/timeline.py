@@ -64,10 +64,9 @@ class Timeline:
 def timed_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> list[Span]:
     """Returns a rank's spans as rank 0 gets them: rounded to milliseconds, and with `busy_s`.
 
-    `generation_s` has the seconds of the step's generations, one for each rollout span, in order.
-    The last rollout span, in which the engine goes to sleep, has no generation. If there are more
-    than 64 spans (dynamic sampling refilled the step often), the first 32 and the last 32 are
-    returned.
+    `generation_s` has the seconds of the step's generations, one for each rollout span but the
+    last, in order: in the last rollout span the engine goes to sleep. If there are more than 64
+    spans (dynamic sampling refilled the step often), the first 32 and the last 32 are returned.
     """
     busy = iter(generation_s)
     timed = []
