@@ -140,9 +140,11 @@ def _release() -> None:
 
 
 def _merged(old: Any, new: Any) -> Any:
-    """Returns `old` updated by `new`: mappings are merged key by key, other values are replaced.
+    """Returns `old` updated by `new`, as a config's sections are overridden.
 
-    Dotted keys become sections. Both arguments may belong to the caller, and are not changed."""
+    Mappings are merged key by key, other values are replaced. Dotted keys become sections. Both
+    arguments may belong to the caller, and are not changed.
+    """
     # An empty mapping leaves a section as it is. Where there is no section, it is the value {}.
     if not isinstance(new, Mapping) or not (new or isinstance(old, Mapping)):
         return _plain(new)
@@ -169,10 +171,11 @@ def _plain(value: Any) -> Any:
 
 
 def _source(rows: Any, file: Path) -> Any:
-    """Returns a data source as a YAML file would have it.
+    """Returns a data source in the form that a YAML file has it: a path, or paths by name.
 
-    Rows are written to `file`, and its path is returned. A text (a path or a hub source) is
-    returned as it is. A mapping of named sets is converted set by set.
+    Rows (a list or a Dataset) are written to `file`, a JSONL file, and its path is returned. A text
+    (a path or a data set of the hub) is returned as it is. A mapping of named sets is converted set
+    by set, to files beside `file`.
     """
     if rows is None or isinstance(rows, str):
         return rows
@@ -190,9 +193,10 @@ def _source(rows: Any, file: Path) -> Any:
 
 
 def _reward_entry(entry: Any, index: int, functions: dict[str, RewardFunction]) -> Any:
-    """Returns an entry of `rewards` as a YAML file would have it.
+    """Returns an entry of `rewards` in the form that a YAML file has it, a mapping.
 
-    A Python function is replaced by a text, its spec, and is added to `functions` under that spec.
+    A Python function in it is replaced by a text, its spec, and is added to `functions` under that
+    spec. `index` is the entry's place in the list.
     """
     if isinstance(entry, list | tuple) and len(entry) == 2 and callable(entry[0]):
         entry = {"function": entry[0], "weight": entry[1]}

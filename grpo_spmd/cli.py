@@ -108,9 +108,10 @@ def main() -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    """Runs `grpo-spmd train`: checks config and data, then becomes torchrun's launcher (execv).
+    """Runs `grpo-spmd train`: checks config and data, then replaces this process by torchrun's.
 
-    --help, --check, --explain and a single rank without torchrun's options run in this process.
+    The launcher that execv starts is distributed/launch.py. With --help, --check or --explain, and
+    with a single rank and no options of torchrun, all is done in this process.
     """
     interrupt.listen()
     parser = _TrainParser(add_help=False, allow_abbrev=False)
@@ -162,6 +163,7 @@ class _TrainParser(argparse.ArgumentParser):
     """A parser that reports a wrong argument in one line, as other wrong input is reported."""
 
     def error(self, message: str) -> NoReturn:
+        """Exits with code 2 after printing `message`."""
         refuse(ConfigError(message))
 
 

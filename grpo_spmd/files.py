@@ -56,8 +56,10 @@ def hold_standard_streams() -> None:
 
 
 def _flush_stdout() -> None:
-    """Flushes stdout. Python's own flush at exit would print a traceback if the reader has ended,
-    as in `... | head`."""
+    """Flushes stdout, and discards what is left if nobody reads it any more.
+
+    Python's own flush at exit would then print a traceback, as in `... | head`.
+    """
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -70,7 +72,7 @@ def _discard_stdout() -> None:
 
 
 def show(text: str) -> bool:
-    """Prints to stdout. Returns False if the reader has ended, as in `--check | head`.
+    """Prints to stdout. Returns False if nobody reads it any more, as in `--check | head`.
 
     Exits with an error message if stdout cannot be written, for instance to a full disk.
     """
@@ -85,10 +87,10 @@ def show(text: str) -> bool:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Replaces a file's content so that, after a kill, a full disk or a power cut, the file has
-    either the old content or the new one, and never a part.
+    """Replaces a file's content, so that the file never holds a part of it.
 
-    The folder is not synced, so a power cut may undo the replacement. Raises OSError.
+    After a kill, a full disk or a power cut the file has either the old content or the new one. The
+    folder is not synced, so a power cut may undo the replacement. Raises OSError.
     """
     temporary = path.with_name(path.name + ".tmp")
     # Something else may have this name: a link, or a fifo, which would block until it has a reader.
@@ -125,7 +127,7 @@ class UntrustedError(ConfigError):
 
 
 def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
-    """Opens a regular file for reading.
+    """Opens a regular file for reading, without ever blocking.
 
     Raises UntrustedError if `path` is anything else: a fifo, a device, a folder or, unless
     `follow`, a link (the hub's cache consists of links). Raises OSError if it does not exist.
@@ -150,7 +152,7 @@ def open_regular(path: Path, *, follow: bool = False) -> io.BufferedReader:
 def regular_files(folder: Path) -> set[str]:
     """Returns the relative names of all files below `folder`.
 
-    Raises UntrustedError if there is something else than files and folders: a link may lead out of
+    Raises UntrustedError if it contains anything but files and folders: a link may lead out of
     `folder`, and a device has no end.
     """
     names: set[str] = set()
@@ -169,8 +171,8 @@ def regular_files(folder: Path) -> set[str]:
 def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
-    Raises UntrustedError if the file has anything else or is too large, OSError if it cannot be
-    read. `follow` is as in open_regular.
+    Raises UntrustedError if the file is larger than 64 MiB or holds anything else, OSError if it
+    cannot be read. `follow` is as in open_regular.
     """
     with open_regular(path, follow=follow) as file:
         content = file.read(1 + _MAX_JSON_BYTES)
@@ -182,7 +184,8 @@ def read_json(path: Path, *, follow: bool = False) -> dict[str, Any]:
 def parse_object(content: bytes, path: Path) -> dict[str, Any]:
     """Returns the JSON object in `content`.
 
-    Raises UntrustedError, whose message names `path`, if it has anything else.
+    Raises UntrustedError if it is anything else; the message names `path`, the file with this
+    content.
     """
     try:
         value = json.loads(content.decode("utf-8-sig"), object_pairs_hook=reject_duplicates)
@@ -195,8 +198,10 @@ def parse_object(content: bytes, path: Path) -> dict[str, Any]:
 
 
 def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Returns pairs as a dict. An `object_pairs_hook` of json that raises ValueError if an object
-    has a name twice."""
+    """Returns the pairs of a JSON object as a dict. It is an `object_pairs_hook` for json.loads.
+
+    Raises ValueError if a name is there twice: another reader might take the other value.
+    """
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a name is given twice")
@@ -312,10 +317,10 @@ def read_model_config(folder: Path) -> dict[str, Any]:
 
 
 def read_stop_tokens(folder: Path) -> set[int] | None:
-    """Returns the `eos_token_id` of a model as a set.
+    """Returns the ids of a model's stop tokens, its `eos_token_id`, as a set.
 
-    It is that of generation_config.json, or else that of config.json. Returns None if neither has
-    one.
+    They are those of generation_config.json, or else those of config.json. Returns None if neither
+    has any.
     """
     for name in ("generation_config.json", "config.json"):
         path = folder / name
@@ -328,9 +333,10 @@ def read_stop_tokens(folder: Path) -> set[int] | None:
 
 
 def read_index(folder: Path) -> dict[str, Path] | None:
-    """Returns the file of each tensor, as model.safetensors.index.json in a model's folder has it.
+    """Returns the file of each tensor by the tensor's name, for a model in several files.
 
-    Returns None if there is no index.
+    It reads model.safetensors.index.json in the model's folder. Returns None if there is no such
+    file.
     """
     path = folder / "model.safetensors.index.json"
     if not path.exists():

@@ -17,9 +17,11 @@ from grpo_spmd.parts import Run, open_run
 
 
 def train(config: Config, inputs: Inputs) -> bool:
-    """Collective. Trains until the run is finished or preempted.
+    """Collective. Trains until the run is finished or preempted, and returns True in both cases.
 
-    Returns True in both cases; if preempted, the run's state has been saved. Errors are raised."""
+    A preempted run has saved its state. If an earlier launch has finished the run, nothing is done.
+    Errors are raised.
+    """
     run = open_run(config, inputs)
     # An earlier launch has finished this run.
     if run is None:
@@ -37,7 +39,7 @@ def train(config: Config, inputs: Inputs) -> bool:
 
 
 def _train_step(run: Run, step: int) -> None:
-    """Collective. Samples, scores and trains on the rollouts of one step."""
+    """Collective. Samples the rollouts of one step, scores them and trains on them."""
     config = run.config
     log = run.log
     phase = run.phase
@@ -79,6 +81,7 @@ def _train_step(run: Run, step: int) -> None:
     run.preemption.check_before_update()
     with phase("update"):
         run.update_check.run_if_due(step, sampled, batch, decision)
+        # In the critic's warm-up steps only the critic is trained: the policy's loss is measured.
         update = run.updater.measure if run.signals.freezes_policy(step) else run.updater.update
         sums = update(batch, run.update_check, stop_check, kept_scores)
         sums |= run.signals.update(batch) | route_metrics
@@ -100,8 +103,11 @@ def _train_step(run: Run, step: int) -> None:
 
 
 def _finish(run: Run) -> None:
-    """Collective. Evaluates the final policy, waits until its checkpoint is written, and ends the
-    log."""
+    """Collective. Ends a run after its last step: evaluates the policy, and waits for the save.
+
+    The final policy is evaluated if the config has evaluations. The last checkpoint is still being
+    written in the background.
+    """
     num_steps = run.config.training.num_steps
     if run.config.eval.every_steps:
         run.begin_step(num_steps + 1)

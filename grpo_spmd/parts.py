@@ -96,7 +96,7 @@ _log = logging.getLogger("grpo_spmd")
 
 @dataclass
 class Sampling:
-    """The parts that sample and score. An evaluation without training has only these."""
+    """The parts that sample and score. An evaluation without training has no others."""
 
     environments: Environments | None
     rewards: RewardPool
@@ -107,8 +107,10 @@ class Sampling:
     def open_evaluator(
         self, config: Config, held_out: HeldOut, writer: RolloutWriter | None = None
     ) -> Evaluator:
-        """Returns the evaluator of the held-out sets. With a `writer` it writes its completions to
-        the run folder."""
+        """Returns the evaluator of the held-out sets.
+
+        If a `writer` is given, the evaluator writes its completions to the run folder with it.
+        """
         return Evaluator(
             held_out,
             self.engine,
@@ -124,8 +126,7 @@ class Sampling:
         )
 
     def close(self) -> None:
-        """Collective. Ends the rewards' and environments' processes, the engine and torch's process
-        group."""
+        """Collective. Ends the rewards' and environments' processes, the engine and the session."""
         self.rewards.close()
         if self.environments is not None:
             self.environments.close()
@@ -176,9 +177,12 @@ class Run(Sampling):
             yield step
 
     def begin_step(self, step: int) -> None:
-        """Collective. Records the state at the beginning of the step, and tells the parts that it
-        begins. Raises Preempted if the run has to stop."""
-        # This comes first: if preempted, the run saves this state, from which it repeats the step.
+        """Collective. Records the state in which a step begins, and tells the parts of the step.
+
+        A preempted run saves this state, from which it repeats the step. Raises Preempted if the
+        run has to stop.
+        """
+        # This comes first, because `preemption.begin_step` may raise.
         self.num_finished_steps = step - 1
         self.begun_position = self.stream.position
         self.begun_state = self.stream.state()
@@ -188,8 +192,11 @@ class Run(Sampling):
         self.preemption.begin_step(self.checkpoints.time_to_save_s)
 
     def hand_device_to_trainer(self) -> dict[str, float]:
-        """Puts the engine to sleep, which frees its device memory, and moves the models in host
-        memory back to the device. Returns memory metrics."""
+        """Frees the device for the training phases, and returns memory metrics.
+
+        The engine goes to sleep, which frees its device memory. Models and optimizer that were
+        offloaded to host memory move back to the device.
+        """
         return self.engine.sleep(self.offload.held_bytes) | self.offload.to_device()
 
     def log_state(self) -> dict[str, Any]:
@@ -197,8 +204,10 @@ class Run(Sampling):
         return self.logprob_check.state() | self.progress.state() | self.stream.state()
 
     def save_begun_step(self, reason: str) -> None:
-        """Collective. Saves a checkpoint of the state in which the current step began, because the
-        run was preempted. `reason` is written to the log and launches.jsonl."""
+        """Collective. Saves a checkpoint of the state in which the current step began.
+
+        Called when the run was preempted. `reason` is written to the log and launches.jsonl.
+        """
         self.engine.sleep()
         self.offload.to_device()
         state = self.log_state() | self.begun_state
@@ -208,7 +217,10 @@ class Run(Sampling):
         self.launch.end("preempted", reason)
 
     def log_diagnosis(self) -> None:
-        """Logs the findings of the diagnosis about the finished run, on rank 0."""
+        """Logs on rank 0 what the diagnosis (grpo_spmd/diagnosis) finds in the finished run.
+
+        Any error in it becomes a warning.
+        """
         if not self.session.is_rank0:
             return
         try:
@@ -266,7 +278,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         return None
     config = decide_memory(config, start.trainer.get("config", {}), session)
     facts = replace(facts, config=flatten_config(config))
-    # What is known without the engine is refused before it starts.
+    # What is known without the engine is refused before it starts, so the result is not used here.
     choose_sharing(config, replays_routes=False)
     sampling = open_sampling(config, inputs, tokenizer, session, preemption, held_out)
     environments, rewards = sampling.environments, sampling.rewards
@@ -328,6 +340,7 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.rollout.sync_bucket_bytes(session.device.type),
         config.proofs.every_steps if config.proofs.weights else None,
         offload,
+        # The buffer keeps completions under the name (a digest) of the weights that sampled them.
         is_named=config.checkpoint.rollout_buffer,
     )
     writer = RolloutWriter(run_dir, config.logging, session)
@@ -391,9 +404,11 @@ def open_run(config: Config, inputs: Inputs) -> Run | None:
         config.rollout.group_size,
         config.seed,
         buffer=buffer,
+        # The groups with the longest expected completions begin first.
         lengths=ExpectedLengths() if config.rollout.schedule == "shared_queue" else None,
         tail=tail,
         environments=environments,
+        # Complete groups are scored while other groups are still being sampled.
         early_rewards=rewards,
         tokenizer=tokenizer,
     )
@@ -428,7 +443,9 @@ def open_updater(
 ) -> PolicyUpdater:
     """Returns the updater of the policy, which has its optimizer and its loss.
 
-    `value_head` is the critic, if that is a value head on the policy, which it then trains too."""
+    `value_head` is the critic if that is a value head on the policy's own model; the updater then
+    trains it too.
+    """
     return PolicyUpdater(
         policy,
         config.optimizer,
@@ -456,7 +473,10 @@ def open_sampling(
     preemption: Preemption,
     held_out: HeldOut,
 ) -> Sampling:
-    """Collective. Builds environments, rewards, engine and policy. Raises ConfigError."""
+    """Collective. Builds environments, rewards, engine and policy.
+
+    Raises ConfigError if one of them cannot be built or trained.
+    """
     environments = open_environments(
         config, inputs.rewards, tokenizer, session, preemption.check_scoring
     )
@@ -497,8 +517,13 @@ def open_sampling(
 def choose_sharing(
     config: Config, *, replays_routes: bool
 ) -> tuple[bool | Literal["auto"], str | None]:
-    """Returns (StepRules.share_prefixes, why it is not the config's). Raises ConfigError if
-    training.share_prefixes is true and the rows of the run cannot share prefixes."""
+    """Decides whether sequences with a common prefix are computed with one copy of the prefix.
+
+    Returns (StepRules.share_prefixes, an obstacle). The obstacle is a text that says why the rows
+    of this run cannot share prefixes, so that the first value is False; else it is None.
+    `replays_routes` says whether the policy uses the experts that the engine chose. Raises
+    ConfigError if training.share_prefixes is true and there is an obstacle.
+    """
     share_prefixes = config.training.share_prefixes
     obstacle = sharing_obstacle(config, replays_routes=replays_routes) if share_prefixes else None
     if share_prefixes is True and obstacle:
@@ -507,7 +532,7 @@ def choose_sharing(
 
 
 def sharing_obstacle(config: Config, *, replays_routes: bool) -> str | None:
-    """Returns why the rows of a run cannot share prefixes, None if they can."""
+    """Returns why the sequences of a row cannot share prefixes in this run; None if they can."""
     if replays_routes:
         return (
             "the engine may have taken other experts for a prompt in each of its completions "
@@ -535,7 +560,7 @@ def evaluate_alone(
 ) -> dict[str, Any]:
     """Collective. Evaluates a policy on all held-out sets, without training. Returns the metrics.
 
-    The policy is that of the folder `checkpoint`, and `trainer` is the contents of its
+    The policy is that in the checkpoint folder `checkpoint`, and `trainer` is the content of its
     trainer.json. If `trainer` is empty, the policy is the model of model.path. Raises ConfigError.
     """
     if (
@@ -588,9 +613,11 @@ def make_step_rules(
     reward_weights: Mapping[str, float],
     share_prefixes: bool | Literal["auto"] = False,
 ) -> StepRules:
-    """Returns the rules by which a step is sampled, scored and assembled. `cost_ratio` is the
-    result of balance.attention_cost_ratio; `reward_weights` has all rewards' weights by name;
-    `share_prefixes` is as in StepRules."""
+    """Returns the rules by which a step is sampled, scored and assembled.
+
+    `cost_ratio` is the result of balance.attention_cost_ratio. `reward_weights` has the weight of
+    each reward by name. `share_prefixes` is as in StepRules.
+    """
     # If all weights are 0, rewards are only logged, and a teacher alone trains the policy.
     has_rewards = any(reward_weights.values())
     return StepRules(
@@ -616,10 +643,11 @@ def open_environments(
     session: Session,
     check: Callable[[], None],
 ) -> Environments | None:
-    """Returns the environments, or None if the config has none.
+    """Returns the environments that episodes talk to, or None if the config has none.
 
-    While environments run, `check` is called repeatedly; it may raise to end the waiting. Raises
-    ConfigError."""
+    While this rank waits for environments, `check` is called repeatedly; it may raise to end the
+    waiting. Raises ConfigError.
+    """
     if not config.environment.is_on:
         return None
     from grpo_spmd.episodes.conversations import EpisodeLimits
@@ -627,8 +655,10 @@ def open_environments(
 
     limits = EpisodeLimits(
         config.environment.max_turns,
+        # Tokens of a context after the prompt, then tokens that one turn samples.
         config.max_rollout_tokens - config.data.max_prompt_tokens,
         config.rollout.max_completion_tokens,
+        # Tokens of a context with its completion, then tokens of all segments of an episode.
         config.max_rollout_tokens,
         config.micro_batch_tokens,
     )
@@ -660,7 +690,8 @@ def open_log(
     """Returns (timer of the phases, log of the steps' metrics).
 
     `start_time` is the time of the launch on the monotonic clock. `pool_bytes` returns the size of
-    the engine's memory pool. `first_step` is the first step that this launch makes.
+    the engine's memory pool (weights and KV cache). `first_step` is the first step that this launch
+    makes.
     """
     # The settings that a log line about low memory suggests.
     memory_remedies = remedies(
@@ -692,13 +723,12 @@ def open_log(
 
 
 def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session) -> Config:
-    """Collective. Returns the config with a value in the place of each `auto` that is left to the
-    planner (DECIDED_KEYS).
+    """Collective. Returns the config with a value for each `auto` that the memory planner decides.
 
-    `recorded` is the flat config of the checkpoint from which the run starts; its values are kept.
-    On a CPU the values are constants. On GPUs, unless the checkpoint has all values, rank 0 asks
-    the planner about the smallest GPU of all ranks, and logs its answer. Raises ConfigError if the
-    planner finds that the run cannot fit.
+    These are the keys in DECIDED_KEYS. `recorded` is the flat config of the checkpoint from which
+    the run starts; its values are kept. On a CPU the values are constants. On GPUs, unless the
+    checkpoint has all values, rank 0 asks the planner about the smallest GPU of all ranks, and logs
+    its answer. Raises ConfigError if the planner finds that the run cannot fit.
     """
     config = keep_recorded(config, recorded)
     if session.device.type != "cuda":
@@ -711,6 +741,7 @@ def decide_memory(config: Config, recorded: Mapping[str, Any], session: Session)
     properties = torch.cuda.get_device_properties(session.device)
 
     def ask(devices: list[Any]) -> dict[str, Any]:
+        """Returns the planner's values for the smallest of all ranks' GPUs. Runs on rank 0."""
         size, name = min((row["bytes"], row["name"]) for row in devices)
         decision = decide_for_device(config, name, size / 2**30, session.world_size)
         _log.log(logging.INFO if decision.is_certain else logging.WARNING, "%s", decision.line)
@@ -739,8 +770,11 @@ def open_run_dir(
     logs = run_dir / "logs"
 
     def claim(devices: list[Any]) -> int | None:
-        """Writes the files of the run folder, on rank 0. Returns the number of the launch, or None
-        if launches.jsonl cannot be written."""
+        """Writes the files of the run folder, on rank 0, and adds the launch to launches.jsonl.
+
+        `devices` has host and device of each rank. Returns the number of the launch, or None if
+        launches.jsonl cannot be written.
+        """
         # First, because it raises if the folder is another run's, of which nothing may change.
         begin_in(run_dir, start)
         cut_metrics(run_dir / "metrics.jsonl", start.step)

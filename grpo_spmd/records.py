@@ -76,7 +76,8 @@ class Prompt:
         """Returns the text or messages before a completion, for reward functions and displays.
 
         In an episode they may differ from the row's prompt: an environment's reset() may have added
-        messages (often the task itself), and an agent may have begun with other messages.
+        messages (often the task itself), and an agent (a program that calls the policy) may have
+        begun with other messages.
         """
         return self.with_opening(completion.episode.opening if completion.episode else [])
 
@@ -101,15 +102,17 @@ class Completion:
     """The episode, if the policy talked to an environment."""
     # An array cannot say whether it equals another one.
     routes: Routes | None = field(default=None, compare=False)
-    """The engine's routes of the prompt and of all sampled tokens but the last, which it never
-    read. None: they were not recorded, or are in the episode's segments."""
+    """The experts that the engine's routers chose, for the prompt and all sampled tokens but the
+    last, which the engine never read. None: they were not recorded, or are in the episode's
+    segments."""
 
 
 @dataclass(frozen=True)
 class Segment:
     """Consecutive turns of an episode that form one sequence of the policy's forward pass.
 
-    The prompt of each later turn begins with the prompt and completion of the turn before.
+    The prompt of each later turn begins with the prompt and completion of the turn before it. A
+    turn whose prompt begins otherwise is in another segment.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -118,7 +121,7 @@ class Segment:
     """For each token: True if the policy sampled it, False if the prompt or the environment gave
     it."""
     routes: Routes | None = None
-    """The engine's routes of all tokens but the last. None: they were not recorded."""
+    """The experts that the engine chose, for all tokens but the last. None: not recorded."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +168,10 @@ class Episode:
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt and its G completions. Their sampling seeds are those of `rollout_seed`."""
+    """A prompt and its G completions, as a rank has sampled them.
+
+    Their sampling seeds are those of `rollout_seed`.
+    """
 
     slot: int
     """Index of the prompt within the step, 0 .. P-1."""
@@ -213,7 +219,8 @@ class Rollout:
 class TeacherSignal:
     """The teachers' scores of the completion tokens of one micro-batch.
 
-    It has either `logprobs` or `divergence`.
+    A teacher is a model whose distributions the policy is trained towards. The signal has either
+    `logprobs` or `divergence`.
     """
 
     coef: float
@@ -231,9 +238,12 @@ class TeacherSignal:
 
 @dataclass
 class RowRoutes:
-    """The routes of a micro-batch, which the policy replays, and its part of the load-balance loss.
+    """The experts that the engine's routers chose for the tokens of a micro-batch.
 
-    E is the number of experts of a layer."""
+    The policy's forward pass uses ("replays") them, so that it computes what the engine sampled
+    from. `loads` and `balance_losses` are for the load-balance loss. E is the number of experts of
+    a layer.
+    """
 
     experts: Tensor
     """[T, layers, k], as in Routes. The last token of a sequence has the routes of the one before
@@ -241,27 +251,32 @@ class RowRoutes:
     is_recorded: Tensor
     """bool [T]. False for the last token of each sequence."""
     is_replayed: bool = True
-    """False: the policy takes its own routes, and counts in `differences` where they differ."""
+    """False: the policy uses the experts of its own router, and counts in `differences` where they
+    differ from the engine's."""
     loads: Tensor | None = None
     """float32 [layers, E]: the derivative of the mini-batch's load-balance loss by a token's
     probability of an expert. None: the loss has no such term."""
     balance_losses: dict[int, Tensor] = field(default_factory=dict)
-    """What the row adds to that loss, by layer; written by the policy's forward pass."""
+    """What the micro-batch adds to the load-balance loss, by layer; written by the policy's forward
+    pass."""
     differences: dict[int, Tensor] = field(default_factory=dict)
-    """The tokens for which the policy's own router takes another set of experts, by layer."""
+    """By layer, the number of tokens for which the policy's own router chooses another set of
+    experts than the engine's; written by the policy's forward pass."""
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """The sequences of a micro-batch as trees in which each shared prefix is one node.
+    """The sequences of a micro-batch as trees, in which each shared prefix is computed only once.
 
-    A node is a span of tokens; a sequence is the nodes on the way from a root. The models read the
-    N tokens of the M nodes, node after node, instead of the T tokens of the sequences. A token
-    attends to the nodes before its own on the way from the root, and within its own node."""
+    A node is a span of tokens; a sequence is the nodes on a way that begins at a root. The models
+    read the N tokens of the M nodes, node after node, in the place of the T tokens of the
+    sequences. A token attends to the nodes before its own on the way from the root, and to the
+    tokens before it in its own node.
+    """
 
     tokens: Tensor
-    """int64 [N]. For each token of the nodes its index in the row, in the first sequence that has
-    it."""
+    """int64 [N]. For each token of the nodes its index in the row (the concatenated sequences), in
+    the first sequence that has it."""
     index: Tensor
     """int64 [T]. For each token of the row its index among the nodes' tokens."""
     lengths: list[int]
@@ -310,8 +325,8 @@ class MicroBatch:
     rollout_ids: list[int]
     """The rollouts of the row that have at least one completion token."""
     slice_predictions: list[int] = field(default_factory=list)
-    """Of each of the equal slices of the row's T tokens, one for each rank that shares the row: how
-    many of the C tokens are predicted there. They add up to C."""
+    """With sequence parallelism each rank that shares the row has an equal slice of its T tokens.
+    For each slice: how many of the C tokens are predicted there. They add up to C."""
     # Filled between assembly and update, by attach_logprobs, the teachers and the critic.
     old_logprobs: Tensor | None = None
     """float32 [C]. The policy's logprobs before the update. None: the loss does not need them."""
@@ -324,9 +339,10 @@ class MicroBatch:
     returns: Tensor | None = None
     """float32 [C]. The regression targets of the critic's values."""
     routes: RowRoutes | None = None
-    """The engine's routes. None: the policy takes its own."""
+    """The experts that the engine chose for the tokens. None: the policy uses its own router's."""
     tree: PrefixTree | None = None
-    """What the models read in place of the row. None: they read the row."""
+    """The shared prefixes and the rest of the row, which the models read in its place. None: they
+    read the row itself."""
 
 
 @dataclass(frozen=True)
@@ -344,8 +360,8 @@ class RolloutBatch:
     num_loss_sequences: list[int]
     """For each mini-batch the number of rollouts with at least one such token, over all ranks."""
     routed_sample: MicroBatch | None = None
-    """A few of the rollouts, to compare the policy's own routes with the engine's. None: the
-    engine records none."""
+    """A few of the rollouts, to compare the experts that the policy's own routers choose with the
+    engine's. None: the engine records no experts."""
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -355,8 +371,10 @@ class RolloutBatch:
 
 @dataclass
 class ScoredRollouts:
-    """The rewards that one rank computed. Lists have one entry for each completion, in the order of
-    the rank's groups."""
+    """The rewards that one rank computed for the completions that it sampled.
+
+    Lists have one entry for each completion, in the order of the rank's groups.
+    """
 
     rewards: list[float | None] = field(default_factory=list)
     """The weighted sum of the completion's rewards. None: unknown (scorers.weighted_sum)."""
@@ -371,12 +389,16 @@ class ScoredRollouts:
     reward_inputs: list[dict[str, Any]] = field(default_factory=list)
     """The keyword arguments with which reward functions were called for this completion."""
     notes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """By index of a completion, its notes: "extra" is {reward: {column: value}}. At the first
-    completion of a call, "logged" is {reward: {metric: [sum, count]}}. At the first completion of a
-    group, "retried" is {reward: the status of the failed call for the group}."""
+    """By index of a completion, its notes by kind. "extra" is what rewards logged for it: {reward:
+    {column: value}}. At the first completion of a call, "logged" is {reward: {metric: [sum,
+    count]}}. At the first completion of a group, "retried" is {reward: the status of the failed
+    call for the group}."""
 
     def extend(self, later: ScoredRollouts) -> None:
-        """Appends the completions of a later round of the same step."""
+        """Appends the completions of a later round of the same step.
+
+        With dynamic sampling a step has several rounds: dropped groups are replaced.
+        """
         # The notes come first, since their indices are shifted by the number of completions so far.
         self.notes |= {len(self.rewards) + number: note for number, note in later.notes.items()}
         self.rewards += later.rewards
@@ -426,8 +448,8 @@ def rollout_seed(
 class BatchPlan:
     """The plan of which rank trains on which rollouts, and in which forward passes.
 
-    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids, called a row. The arrays take 4
-    bytes for each rollout and 4 for each row.
+    `plan[mini_batch][rank][micro_batch]` is a list of rollout ids, called a row. The plan is stored
+    in arrays, which take 4 bytes for each rollout and 4 for each row.
     """
 
     ids: npt.NDArray[np.int32]
@@ -437,6 +459,7 @@ class BatchPlan:
     """For each mini-batch [ranks, rows per rank]: the number of rollouts in each row."""
 
     def __iter__(self) -> Iterator[list[list[list[int]]]]:
+        """Yields the rows of each mini-batch, as `__getitem__` returns them."""
         for block_ids, lengths in self.blocks():
             # The ids are in the order of ranks and rows, so each row takes the next ones.
             ids = iter(block_ids.tolist())
@@ -445,6 +468,7 @@ class BatchPlan:
             ]
 
     def __getitem__(self, mini_batch: int) -> list[list[list[int]]]:
+        """Returns the rows of a mini-batch as [rank][micro_batch], each a list of rollout ids."""
         return list(self)[mini_batch]
 
     def blocks(self) -> Iterator[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]]:
@@ -458,7 +482,10 @@ class BatchPlan:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """All that rank 0 decides about a step. [B] fields are in the order of rollout ids."""
+    """All that rank 0 decides about a step. Each rank gets its part, a Decision.
+
+    Fields with [B] have one entry for each of the step's B rollouts, in the order of their ids.
+    """
 
     # One entry for each group that is trained on.
     positions: npt.NDArray[np.int64]
@@ -490,7 +517,7 @@ class StepDecision:
     metrics: dict[str, float | None]
     """The metrics of the step that rank 0 computed."""
     shares_prefixes: bool = False
-    """True if the models read a prefix that sequences of a row share only once."""
+    """True if the models compute a prefix that several sequences of a row share only once."""
     advantage_slope: float | None = None
     """How much an advantage grows if the reward grows by 1, if this is the same for all groups.
     None: it differs from group to group."""
@@ -498,7 +525,7 @@ class StepDecision:
 
 @dataclass(frozen=True)
 class Decision:
-    """The part of a StepDecision that one rank needs.
+    """The part of a StepDecision that rank 0 sends to one rank.
 
     Dicts by rollout id are for the rollouts that this rank sampled and that are trained on, by this
     rank or another.
@@ -546,7 +573,7 @@ class Decision:
 
 @dataclass
 class SyncStats:
-    """The statistics of one weight sync."""
+    """The statistics of one weight sync, which copies the policy's weights into the engines."""
 
     bytes: int = 0
     """Bytes that one engine received, including the padding of shards. If only LoRA adapters are

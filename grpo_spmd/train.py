@@ -94,8 +94,10 @@ def main() -> None:
 
 @contextmanager
 def torch_process() -> Iterator[None]:
-    """Returns a context manager for the code that imports torch and vLLM and uses them. When the
-    block ends, it ends this process with the exit code of the outcome."""
+    """Prepares this process for torch and vLLM, which the block imports and uses.
+
+    When the block ends, it ends this process with the exit code of the outcome.
+    """
     prepare_torch()
     startup.begin("importing torch and vLLM")
     # On a crash in C code, Python's traceback is printed.

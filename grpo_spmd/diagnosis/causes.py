@@ -27,8 +27,8 @@ from grpo_spmd.diagnosis.symptoms import (
 from grpo_spmd.files import UntrustedError, read_json
 from grpo_spmd.observe.timeline import Timeline
 
-# What a leap of the policy changes at once: a metric, and what counts: the rise of a fraction, or
-# the ratio of another metric's values.
+# Metrics that change at once if an update throws the policy far away, each with the change that
+# counts: for a fraction its rise, for other metrics the ratio of their values.
 _LEAPS = {
     "loss/entropy": 2.0,
     "completion/tokens_mean": 2.0,
@@ -37,27 +37,29 @@ _LEAPS = {
     "reward/zero_std_groups_frac": 0.3,
 }
 _MAX_LR = 1e-3  # of AdamW on tiny models; large ones, and LoRA, train at less
-_MIN_STEPS_AFTER = 4  # the first update
-_MIN_STEPS_TO_LEARN = 20
-_ALIKE_FRAC = 0.999
-_SLOW_FRAC = 0.4  # of a step's time, or of all time
+_MIN_STEPS_AFTER = 4  # fewer steps after the first update prove nothing
+_MIN_STEPS_TO_LEARN = 20  # before that a critic or the distance to a teacher is not judged
+_ALIKE_FRAC = 0.999  # of groups: so many with equal rewards are all groups
+_SLOW_FRAC = 0.4  # of the steps' time: rewards or checkpoints that take more are slow
 _SLOW_CALL_FRAC = 0.5  # of the time that a step samples
 _MIN_SAMPLING_S = 1.0  # a step that samples for less is a tiny model's
 # Only a step away from the sampling policy is clipped, so about half of the tokens at the most.
 _CLIPPED_FRAC = 0.3
 _TEACHES_NAT = 1e-5  # a KL below it is rounding
 _NUM_TIMED_STEPS = 50  # the newest ones, of which the timeline is read
-_MIN_STEPS = 3
+_MIN_STEPS = 3  # fewer steps of the timeline prove nothing
 _MIN_STEP_S = 1.0  # shorter steps are a tiny model's
-_SLOW_RANK_FRAC = 0.15  # of the time
-_MIN_GROUPS = 8
-_FOLLOWS = 0.8  # a correlation
-_MOST = 0.8  # of completions
+_SLOW_RANK_FRAC = 0.15  # of the steps' time: a rank that costs the others more is slow
+_MIN_GROUPS = 8  # fewer groups, or prompts, prove nothing
+_FOLLOWS = 0.8  # from this correlation on the reward follows the length
+_MOST = 0.8  # of completions that are cut off, and of these with one special token
 
 
 def _judge_learning_rate(run: RecordedRun) -> Iterator[Finding]:
-    """Yields a learning rate that is too high: the first updates have changed the policy at once,
-    and not for the better."""
+    """Yields a finding if the first updates changed the policy at once, and not for the better.
+
+    Then the learning rate is too high.
+    """
     lr = setting(run, "optimizer.lr", 0.0)
     updates = run.curve("optim/updates")
     update_steps = updates.steps[updates.values > 0]
@@ -68,6 +70,10 @@ def _judge_learning_rate(run: RecordedRun) -> Iterator[Finding]:
     num_after = max(_MIN_STEPS_AFTER, len(run.steps) // 10)
 
     def levels(metric: str) -> tuple[float, float]:
+        """Returns a metric's level before the first update has an effect, and its level after it.
+
+        Both are NaN if too few steps came after it.
+        """
         curve = run.curve(metric)
         late_values = curve.values[curve.steps >= begin][:num_after]
         # A few completions of a few steps prove nothing.
@@ -101,6 +107,7 @@ def _judge_learning_rate(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_learning_rate_of_zero(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the learning rate is 0 in the newest steps."""
     lr = run.curve("optim/lr")
     steps = find_range(lr.steps, lr.values == 0)
     if steps is not None and steps.is_open and steps.last - steps.first >= 3:
@@ -115,7 +122,7 @@ def _judge_learning_rate_of_zero(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_reward_hacking(run: RecordedRun) -> Iterator[Finding]:
-    """Yields each named reward that falls while the weighted sum rises."""
+    """Yields a finding for each named reward that falls while the weighted sum rises."""
     reward = run.curve("reward/mean")
     if reward.gain < max(0.1 * reward_spread(run), 3 * reward.noise, 1e-9):
         return
@@ -136,7 +143,7 @@ def _judge_reward_hacking(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_constant_reward(run: RecordedRun) -> Iterator[Finding]:
-    """Yields a reward that is the same number for every completion of the run."""
+    """Yields a finding if the reward is the same number for every completion of the run."""
     spread = run.curve("reward/std")
     mean = run.curve("reward/mean")
     if len(spread) >= 3 and not spread.values.any() and np.ptp(mean.values) == 0:
@@ -153,7 +160,7 @@ def _judge_constant_reward(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_groups_far_from_solved(run: RecordedRun) -> Iterator[Finding]:
-    """Yields groups that are alike though completions of different prompts are not."""
+    """Yields a finding if each group's rewards are alike, but not those of different prompts."""
     alike_frac = run.curve("reward/zero_std_groups_frac")
     spread = run.curve("reward/std")
     if len(alike_frac) < 3 or spread.end <= 0 or run.steps[-1].keys() & OTHER_SIGNALS:
@@ -173,6 +180,7 @@ def _judge_groups_far_from_solved(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_teacher(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the teacher equals the policy, or if the policy moves away from it."""
     kl = run.curve("teacher/kl")
     if len(kl) < 3:
         return
@@ -199,6 +207,7 @@ def _judge_teacher(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_critic(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the critic's values explain no variance of the returns."""
     explained = run.curve("critic/explained_variance")
     loss = run.curve("critic/loss")
     # Where the reward is hard to foresee, a critic that has learned explains little too.
@@ -217,7 +226,7 @@ def _judge_critic(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_slow_phases(run: RecordedRun) -> Iterator[Finding]:
-    """Yields environments and checkpoints that most of a step waits for."""
+    """Yields findings about environments and checkpoints that take much of a step's time."""
     step_s = run.curve("time/step_s")
     if len(step_s) < 3 or step_s.end <= 0:
         return
@@ -269,6 +278,7 @@ def _judge_slow_phases(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_off_policy(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if many tokens are clipped: the policy has left the one that sampled."""
     clipped = run.curve("loss/clip_frac")
     steps = find_range(clipped.steps, clipped.values >= _CLIPPED_FRAC)
     if steps is not None and steps.is_open:
@@ -284,7 +294,10 @@ def _judge_off_policy(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_timeline(run: RecordedRun) -> Iterator[Finding]:
-    """Yields the findings about ranks and rewards of the newest steps."""
+    """Yields the findings about slow ranks and slow rewards in the newest 50 steps.
+
+    Steps whose line in timeline.jsonl lacks the spans of a rank are left out.
+    """
     steps = [line["step"] for line in run.steps[-_NUM_TIMED_STEPS:]]
     lines = [line for line in run.files.timeline(steps).values() if all(line.spans)]
     if len(lines) >= _MIN_STEPS:
@@ -293,10 +306,11 @@ def _judge_timeline(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_ranks(lines: list[Timeline]) -> Iterator[Finding]:
-    """Yields the rank that falls behind the others most, if that costs much of the time.
+    """Yields a finding about the rank that falls behind the others most, if that costs much time.
 
-    Ranks leave a collective together, so a slow rank shows only in phases that it ends alone, as
-    when it samples. Ranks that are slow in turn, by their completions, are no finding.
+    `lines` has the timelines of some steps. Ranks leave a collective together, so a slow rank shows
+    only in phases that it ends alone, as when it samples. Ranks that are slow in turn, because they
+    happen to have the longest completions, are no finding.
     """
     delays: dict[int, Counter[str]] = {}
     num_slowest: Counter[int] = Counter()
@@ -325,10 +339,10 @@ def _judge_ranks(lines: list[Timeline]) -> Iterator[Finding]:
 
 
 def _judge_rewards(lines: list[Timeline]) -> Iterator[Finding]:
-    """Yields rewards that take much of the time.
+    """Yields a finding if rewards take much of the time of the steps in `lines`.
 
-    A rank that waits for another one's rollouts waits in its reward phase, so the shortest of the
-    ranks' times counts.
+    A rank that waits for another rank's rollouts does so in its reward phase. So the time of the
+    rank with the shortest reward phase counts.
     """
     reward_s = [
         min(
@@ -351,7 +365,8 @@ def _judge_rewards(lines: list[Timeline]) -> Iterator[Finding]:
 def _delays(line: Timeline) -> dict[int, Counter[str]]:
     """Returns for each rank the seconds by phase that it fell behind the earliest rank.
 
-    A rank that waits for another one in a collective falls behind nobody.
+    In each phase it counts how much later the rank ended, minus how much later it started. A rank
+    that only waits for another one in a collective falls behind nobody.
     """
     delays: dict[int, Counter[str]] = {rank: Counter() for rank in line.ranks}
     for index in range(min(len(spans) for spans in line.spans)):
@@ -365,11 +380,15 @@ def _delays(line: Timeline) -> dict[int, Counter[str]]:
 
 
 def _step_s(line: Timeline) -> float:
+    """Returns the seconds from a step's start to the end of the last phase on any rank."""
     return max(span.end_s for spans in line.spans for span in spans)
 
 
 def _judge_length_reward(run: RecordedRun) -> Iterator[Finding]:
-    """Yields a reward that follows the length of completions, while these grow or shrink."""
+    """Yields a finding if the reward follows the length of completions, which grow or shrink.
+
+    The evidence is the correlation of rewards and lengths within the groups of a few dumped steps.
+    """
     tokens = run.curve("completion/tokens_mean")
     if len(tokens) < 6 or tokens.start <= 0:
         return
@@ -406,7 +425,11 @@ def _judge_length_reward(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_end_of_turn(run: RecordedRun) -> Iterator[Finding]:
-    """Yields a special token with which completions end their turn and sample on."""
+    """Yields a finding about a special token that should end a completion, but does not.
+
+    Completions contain it and go on to the limit of tokens: the model's config does not name it as
+    a stop token.
+    """
     cut = run.curve("completion/truncated_frac")
     if not cut.start >= _MOST:
         return
@@ -447,7 +470,7 @@ def _special_tokens(run: RecordedRun) -> dict[int, str]:
 
 
 def _judge_repeated_prompts(run: RecordedRun) -> Iterator[Finding]:
-    """Yields data in which several rows have the same prompt and columns."""
+    """Yields a finding if many rows of the data have the same prompt and columns."""
     # An environment's rows may differ in other columns alone.
     records = run.initial_rollouts + run.newest_rollouts
     prompts = {record.row: str((record.prompt, record.columns)) for record in records}
@@ -463,7 +486,7 @@ def _judge_repeated_prompts(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_same_completions(run: RecordedRun) -> Iterator[Finding]:
-    """Yields a policy that answers every prompt with one and the same text."""
+    """Yields a finding if the policy answers every prompt with one and the same text."""
     records = run.newest_rollouts
     num_prompts = len({record.position for record in records})
     for text, count in Counter(record.completion for record in records).most_common(1):
@@ -479,7 +502,7 @@ def _judge_same_completions(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_evaluation_data(run: RecordedRun) -> Iterator[Finding]:
-    """Yields evaluation sets that are the training set."""
+    """Yields a finding for each evaluation set that is the training set."""
     train = run.config.get("data.train")
     for key, value in run.config.items():
         if key.startswith("data.eval") and train is not None and value == train:
@@ -508,4 +531,4 @@ CAUSES: tuple[Rule, ...] = (
     _judge_same_completions,
     _judge_evaluation_data,
 )
-"""The rules, in the order in which causes explain each other: a slow rank what waits for it."""
+"""The rules. A cause comes before what it explains: a slow rank, say, before what waits for it."""

@@ -1,6 +1,6 @@
 """Curves of a run's metrics, with the steps at which something holds, and findings about them.
 
-Pure. Imports no torch.
+Pure functions: they read no files. Imports no torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _MAX_LEVEL_STEPS = 20
 class Curve:
     """A metric at the steps where it is known, in ascending order.
 
-    An unknown metric has an empty curve. Its levels are NaN, so no comparison with them holds.
+    A level is the median of several values at the curve's start or end (`window`). A metric that no
+    step has gets an empty curve, whose levels are NaN, so that no comparison with them holds.
     """
 
     key: str
@@ -38,7 +39,7 @@ class Curve:
 
     @property
     def window(self) -> int:
-        """Number of steps that make up a level: a tenth of the curve."""
+        """Number of steps that make up a level: a tenth of the curve, from 3 to 20."""
         return min(max(len(self) // 10, min(3, len(self))), _MAX_LEVEL_STEPS)
 
     @property
@@ -58,10 +59,10 @@ class Curve:
 
     @property
     def smoothed(self) -> Floats:
-        """Means over `window` values around each value."""
+        """For each value the mean of the `window` values around it; fewer at both ends."""
         if not len(self):
             return self.values
-        # At both ends a window is shorter.
+        # The division makes a mean of each sum: at both ends a window has fewer values.
         window = np.ones(self.window)
         sizes = np.convolve(np.ones(len(self)), window, "same")
         means: Floats = np.convolve(self.values, window, "same") / sizes
@@ -69,13 +70,19 @@ class Curve:
 
     @property
     def noise(self) -> float:
-        """The standard error of the difference of two levels, by the scatter around `smoothed`."""
+        """The standard error of the difference of two levels, from the scatter around `smoothed`.
+
+        A `gain` of several times this is not due to chance.
+        """
         if not len(self):
             return math.nan
         return float(np.std(self.values - self.smoothed)) * math.sqrt(2 / self.window)
 
     def moved(self, frac: float = 0.25) -> StepRange | None:
-        """Returns the steps since which the metric is `frac` of the way from start to end."""
+        """Returns the steps at which the metric is at least `frac` of its way from start to end.
+
+        None if the metric has not moved, or only at single steps (`find_range`).
+        """
         bound = self.start + frac * self.gain
         return find_range(
             self.steps, self.values >= bound if self.gain > 0 else self.values <= bound
@@ -95,17 +102,18 @@ class StepRange(NamedTuple):
 
 
 def metric_curve(lines: Metrics, key: str) -> Curve:
-    """Returns the curve of the metric `key` in some lines."""
+    """Returns the curve of the metric `key` in lines of metrics.jsonl."""
     rows = [(line["step"], line[key]) for line in lines if line.get(key) is not None]
     points = np.array(rows, np.float64).reshape(-1, 2)
     return Curve(key, points[:, 0].astype(np.int64), points[:, 1])
 
 
 def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
-    """Returns the steps at which `holds` is mostly true.
+    """Returns the range of steps in which `holds` (one value for each step) is mostly true.
 
-    That is the end of the curve with the largest majority of true over false, or else such a range
-    in the middle. Returns None for fewer than three (or than all, in a short curve).
+    It is the range up to the end of the curve with the largest majority of true over false. If no
+    such range has a majority of three, it is the best range in the middle. Returns None if that has
+    a smaller one, too. A curve of fewer than three steps must have the majority at all steps.
     """
     # A majority, so that single steps against it do not end the range. `gains` has the largest
     # majority of a range that ends at each step (Kadane's algorithm).
@@ -121,7 +129,7 @@ def find_range(steps: Steps, holds: npt.NDArray[np.bool_]) -> StepRange | None:
 
 
 def matching_metrics(lines: Metrics, pattern: str) -> list[str]:
-    """Returns the first group of `pattern` in each metric's name, in their order."""
+    """Returns what the first group of `pattern` matches, for each metric that it matches whole."""
     # The newest lines name all metrics, and a long run has very many lines.
     keys = dict.fromkeys(key for line in lines[-200:] for key in line)
     matches = (re.fullmatch(pattern, key) for key in keys)

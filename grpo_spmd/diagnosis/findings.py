@@ -14,7 +14,11 @@ from grpo_spmd.diagnosis.symptoms import SYMPTOMS, Rule
 
 
 def list_findings(run: RecordedRun) -> list[Finding]:
-    """Returns the findings, the worst first; one that all is well if nothing is wrong."""
+    """Returns the findings about a run, the worst first.
+
+    If there is trouble, only trouble is returned. If nothing is wrong, there is a finding that says
+    so.
+    """
     results = _judge(run, CAUSES + SYMPTOMS)
     findings = _explain([result for result in results if isinstance(result, Finding)])
     # Praise has no place beside trouble.
@@ -45,19 +49,24 @@ def summary_lines(run: RecordedRun) -> list[str]:
 
 
 def list_checks(run: RecordedRun) -> list[Check]:
-    """Returns the checks that the run has made, with their margins."""
+    """Returns the run's own checks, with their values and bounds."""
     return [result for result in _judge(run, SYMPTOMS) if isinstance(result, Check)]
 
 
 def _judge(run: RecordedRun, rules: Sequence[Rule]) -> list[Finding | Check]:
+    """Returns what all `rules` yield about a run, in their order."""
     # The figures in other people's folders may be beyond all bounds.
     with np.errstate(all="ignore"):
         return [result for rule in rules for result in rule(run)]
 
 
 def _explain(findings: Sequence[Finding]) -> list[Finding]:
-    """Returns the findings; one that an earlier one explains is told in the text of that one, with
-    all that it explains itself."""
+    """Returns the findings without those that another finding explains.
+
+    A finding explains those about the metrics in its `explains` that began no earlier, and all that
+    these explain in turn. Its text then names them, and it gets the worst level among them. Causes
+    come first in `findings`: of two findings that explain each other, the earlier one stays.
+    """
     explanations: dict[Finding, Finding] = {}
     explained: set[Finding] = set()
     for cause in findings:
@@ -88,7 +97,7 @@ def _explain(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _list_sources(run: RecordedRun) -> str:
-    """Returns what the diagnosis could look at in this folder."""
+    """Returns a text of what the diagnosis could look at in this folder."""
     sources = "rewards, lengths, entropy, gradients, memory and the checks"
     if run.dumped_steps:
         sources = f"{sources.replace(' and', ',')}, rollouts and prompts"

@@ -29,8 +29,8 @@ from grpo_spmd.observe.metrics_file import is_evaluation
 from grpo_spmd.observe.run_folder import ReadErrors, RunFolder
 
 REPORT_FILES = ("failure.txt", "hang.txt")
-# Lines of metrics in memory and all their values, of 100 bytes each. From a longer run every second
-# step is kept, every fourth and so on.
+# The most lines of metrics, and values in them (of 100 bytes each), that are kept in memory. From a
+# longer run every second step is kept, or every fourth and so on.
 _MAX_STEPS = 24_000
 _MAX_VALUES = 3_000_000
 _MAX_METRICS = 1_000
@@ -42,14 +42,15 @@ _MAX_REPORT_CHARS = 100_000
 _MAX_LOG_BYTES = 1 << 20
 _REPORT_TAIL_BYTES = 1 << 24  # of a report's file, which keeps earlier reports
 _MAX_LAUNCHES = 1_000
-# A run without a new line is "silent" after this time: before its first step; later, or so many
-# times the longest of the recent steps or of all steps.
+# A run that has written no line for so long is "silent". Before its first step that is the config's
+# watchdog.timeout_s, or _FIRST_STEP_S. Later it is the largest of _LATER_STEP_S, of _RECENT_FACTOR
+# times the longest of the last _NUM_RECENT steps, and of _LONGEST_FACTOR times the longest of all.
 _FIRST_STEP_S = 1800.0
 _LATER_STEP_S = 300.0
 _RECENT_FACTOR = 10.0
 _NUM_RECENT = 20
 _LONGEST_FACTOR = 3.0
-_NUM_READ_STEPS = 3  # whose rollouts are read for a cause
+_NUM_READ_STEPS = 3  # the number of steps whose rollouts are read to look for a cause
 _MAX_ROLLOUTS = 4_096  # of a step
 _ROLLOUT_FIELDS = (
     "rollout_id", "row", "position", "sample", "prompt", "columns", "completion", "reward",
@@ -89,11 +90,12 @@ class RecordedRun:
 
     @property
     def last_step(self) -> int:
+        """The newest step with a line of metrics; 0 before the first one."""
         return int(self.steps[-1]["step"]) if self.steps else 0
 
     @property
     def dtype(self) -> str:
-        """The number format of the model, which bounds how far engine and policy may differ."""
+        """The dtype of the model, on which the bound of the logprobs' difference depends."""
         return "float32" if self.config.get("model.dtype") == "float32" else "bfloat16"
 
     @cached_property
@@ -117,20 +119,21 @@ class RecordedRun:
 
     @cached_property
     def initial_rollouts(self) -> list[Any]:
-        """The rollouts of the first dumped step, with the fields that causes need."""
+        """The rollouts of the first dumped step, with only the fields that causes.py needs."""
         return self._rollouts(self.dumped_steps[:1])
 
     @cached_property
     def newest_rollouts(self) -> list[Any]:
-        """The same of the last dumped steps."""
+        """The rollouts of the last three dumped steps, with the same fields."""
         return self._rollouts(self.dumped_steps[-_NUM_READ_STEPS:])
 
     def rollouts_around(self, step: int) -> list[Any]:
-        """Returns the same of the dumped steps that are nearest to a step."""
+        """Returns the rollouts of the three dumped steps nearest to `step`, with these fields."""
         steps = sorted(self.dumped_steps, key=lambda dumped_step: abs(dumped_step - step))
         return self._rollouts(steps[:_NUM_READ_STEPS])
 
     def _rollouts(self, steps: Sequence[int]) -> list[Any]:
+        """Returns the rollouts in the dumps of `steps`. Lines that cannot be read are skipped."""
         rollouts: list[Any] = []
         for step in steps:
             records = self.files.rollouts(step, _ROLLOUT_FIELDS, ReadErrors())
@@ -148,13 +151,14 @@ def read_run(folder: Path) -> RecordedRun:
 
 
 def name_apart(runs: Sequence[RecordedRun]) -> list[RecordedRun]:
-    """Returns the runs with different names, with a number if needed."""
+    """Returns the runs with names that differ: if some are equal, each name gets a number."""
     if len({run.name for run in runs}) == len(runs):
         return list(runs)
     return [replace(run, name=f"{run.name} ({number})") for number, run in enumerate(runs, start=1)]
 
 
 def _read_run(folder: Path) -> RecordedRun:
+    """Reads a run folder; see `read_run`, which turns OSError into ConfigError."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; name one that a run's run_dir named")
     names = ("metrics.jsonl", "config.yaml", "launches.jsonl")
@@ -186,7 +190,10 @@ def _read_run(folder: Path) -> RecordedRun:
 
 
 def _read_reports(run: RecordedRun) -> dict[str, str]:
-    """Returns the reports of the newest launch; earlier launches wrote into the same files."""
+    """Returns the newest launch's reports on a failure, by file name (REPORT_FILES).
+
+    Earlier launches wrote into the same files; their reports are left out.
+    """
     reports: dict[str, str] = {}
     if run.launch.get("outcome") in ("done", "preempted"):
         return reports
@@ -271,7 +278,7 @@ def _find_state(run: RecordedRun) -> tuple[str, str]:
 
 
 def _max_quiet_s(run: RecordedRun) -> float:
-    """Returns the seconds without a line after which a run is no longer called going."""
+    """Returns how many seconds a run may write no line before its state is "silent"."""
     start_s = _unix_s(run.launch.get("start"))
     last_line_s = _written_s(run.steps)  # None in runs of earlier versions
     if last_line_s is None or (start_s is not None and last_line_s < start_s):
@@ -298,6 +305,7 @@ def _find_early_outcome(run: RecordedRun) -> tuple[str | None, str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
+    """Returns the values of config.yaml by dotted key; {} if it cannot be read or is too large."""
     try:
         with open_regular(path) as file:
             text = file.read(_MAX_CONFIG_BYTES + 1)
@@ -312,7 +320,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any) -> Any:
-    """Returns a value of YAML as JSON has it; dates and infinite numbers become text."""
+    """Returns a value of a YAML file as one that JSON has.
+
+    Dates, infinite numbers and whole numbers beyond 2**53 become text.
+    """
     if value is None or type(value) in (bool, list, dict):
         return value
     is_number = (type(value) is int and abs(value) < 2**53) or (
@@ -322,7 +333,7 @@ def _to_json_value(value: Any) -> Any:
 
 
 def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Returns the lines of steps and of evaluations."""
+    """Returns the lines of metrics.jsonl: those of steps, and those of evaluations."""
     steps = _ThinnedLines()
     evaluations = _ThinnedLines()
     # A metric's name is the same object in all lines, which halves the memory.
@@ -337,7 +348,7 @@ def _read_metrics(files: RunFolder) -> tuple[list[dict[str, Any]], list[dict[str
 
 
 class _ThinnedLines:
-    """Metrics by step, of which every second one is dropped whenever there are too many."""
+    """Lines of metrics by step, of which half are dropped whenever there are too many."""
 
     def __init__(self) -> None:
         self._lines: dict[int, dict[str, Any]] = {}
@@ -345,6 +356,7 @@ class _ThinnedLines:
         self._newest: dict[str, Any] = {}
 
     def add(self, line: dict[str, Any], num_names: int) -> None:
+        """Adds a line. The more metrics a line has (`num_names`), the fewer lines are kept."""
         self._newest = line
         if line["step"] % self._stride == 0:
             self._lines[line["step"]] = line
@@ -356,15 +368,16 @@ class _ThinnedLines:
             }
 
     def ordered(self) -> list[dict[str, Any]]:
+        """Returns the lines that were kept, by ascending step, and the newest line in any case."""
         lines = self._lines | {line["step"]: line for line in [self._newest] if line}
         return [lines[step] for step in sorted(lines)]
 
 
 def _finite_numbers(metrics: Mapping[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """Returns the numbers of a line, and None for those that are not finite.
+    """Returns the metrics of a line by name, with None for numbers that are not finite.
 
-    `names` maps each name to the one string that all lines share. A new name is dropped if there
-    are _MAX_METRICS already, or if it is too long.
+    `names` maps each name to the one string object that all lines share, and gets the new names. A
+    new name is dropped if there are _MAX_METRICS already, or if it is too long.
     """
     numbers: dict[str, float | int | None] = {}
     for name, value in metrics.items():
@@ -404,12 +417,14 @@ def _written_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def _unix_s(text: Any) -> float | None:
+    """Returns an ISO time as seconds since 1970; None if it is not such a text."""
     with suppress(TypeError, ValueError, OverflowError):
         return datetime.fromisoformat(text).timestamp()
     return None
 
 
 def _format_seconds(seconds: float) -> str:
+    """Returns a duration in seconds, minutes or hours, such as "45 s"."""
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.0f} h"

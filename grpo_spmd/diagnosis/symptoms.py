@@ -30,16 +30,16 @@ from grpo_spmd.proofs.logprob_check import bounds_of
 from grpo_spmd.proofs.schedule import weakened_proofs
 from grpo_spmd.rewards.protocol import watched_rewards
 
-_NEAR_BOUND = 0.5  # of a bound
-_SPIKE = 10.0  # times the gradients before it
-_NUM_BEFORE_SPIKE = 20
-_MIN_BEFORE_SPIKE = 5
+_NEAR_BOUND = 0.5  # of a bound: from there on a value is near it
+_SPIKE = 10.0  # a spike is more than this many times the median of the gradients before it
+_NUM_BEFORE_SPIKE = 20  # the most steps before a spike that it is compared with
+_MIN_BEFORE_SPIKE = 5  # with fewer steps before it, nothing is a spike
 _MAX_REASON_CHARS = 300
-_FAILED_TOOLS_FRAC = 0.2  # of calls: a policy tries out arguments that tools refuse
+_FAILED_TOOLS_FRAC = 0.2  # of tool calls: fewer are usual, as a policy tries out arguments
 _RETRIED_FRAC = 0.2  # of completions: so many retries take time
-_MOST_TOOLS_FRAC = 0.5  # the policy cannot learn to use such tools
+_MOST_TOOLS_FRAC = 0.5  # of tool calls: if so many fail, the policy cannot learn to use tools
 _FAILED_FRAC = 0.01  # of completions: from there on there is something to say
-_MIN_GROWTH_GIB = 0.25  # in the second half of a run
+_MIN_GROWTH_GIB = 0.25  # in the second half of a run: less is no leak
 _MEMORY_CAUSES = {
     "memory/host/workers_gib": " A reward function, a tool or an environment keeps what it should "
     "drop, in a list, a cache or a connection that outlives the call."
@@ -55,11 +55,12 @@ _EXPLANATIONS = (
     "completion/truncated_frac",
     _MISMATCH_MEAN,
 )
+# The states of a run that are findings, with the words of their titles.
 _END_STATES = {"failed": "failed", "killed": "was killed", "silent": "writes nothing any more"}
 
 
 class HighShare(NamedTuple):
-    """A rule: from `bound` on, a share of completions, groups, episodes or time is a finding."""
+    """A rule: a metric that is a fraction is a finding if it reaches `bound`, or has risen much."""
 
     metric: str
     bound: float
@@ -155,18 +156,24 @@ _PROOFS = (
 
 
 def _level(value: float, warning_from: float, bad_from: float) -> Level:
+    """Returns the level of a value, of which larger ones are worse, by its two bounds."""
     if value >= bad_from:
         return "bad"
     return "warning" if value >= warning_from else "ok"
 
 
 def _judge_end_state(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the run failed, was killed, or writes nothing any more."""
     if run.state in _END_STATES:
         title = f"the run {_END_STATES[run.state]}"
         yield Finding("bad", title, run.why, step=run.last_step or None)
 
 
 def _judge_proofs(run: RecordedRun) -> Iterator[Finding | Check]:
+    """Yields a finding for each proof that is off or relaxed, and a check for each that was made.
+
+    A proof is a check that the run makes of itself, such as that of the synced weights (`_PROOFS`).
+    """
     for sentence in weakened_proofs(run.config):
         title, _, consequence = sentence.partition(": ")
         yield Finding("warning", title, f"{consequence}.")
@@ -212,11 +219,12 @@ def _judge_shares(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the reward has fallen from its peak and has not come back."""
     reward = run.curve("reward/mean")
     if len(reward) < max(6, 2 * reward.window):
         return
     smoothed = reward.smoothed
-    # The peak is looked for before the last window, which is the present level.
+    # The peak must lie before the last window: those steps make up the present level.
     top = int(np.argmax(smoothed[: -reward.window]))
     peak = float(smoothed[top])
     drop = peak - reward.end
@@ -239,7 +247,11 @@ def _judge_reward(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _describe_changes(run: RecordedRun, first_step: int) -> str:
-    """Returns which other metrics changed by half or more at the same time."""
+    """Returns a sentence about other metrics that changed by half or more at the same time.
+
+    It compares the 20 steps before `first_step` with all steps from it on. "" if nothing changed so
+    much.
+    """
     changes = []
     for key in _EXPLANATIONS:
         curve = run.curve(key)
@@ -255,7 +267,10 @@ def _describe_changes(run: RecordedRun, first_step: int) -> str:
 
 
 def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
-    """Yields tools that raise, which costs no episode its reward and so shows nowhere else."""
+    """Yields a finding if many calls of the environment's tools raise.
+
+    A tool that raises costs no episode its reward, and so shows nowhere else.
+    """
     curve = run.curve("environment/tool_error_frac")
     failed_steps = curve.steps[curve.values >= _FAILED_TOOLS_FRAC]
     if len(failed_steps):
@@ -271,13 +286,16 @@ def _judge_tools(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _logged_reason(run: RecordedRun, pattern: str) -> str:
-    """Returns the first reason in rank 0's log that a pattern's group matches, as a sentence."""
+    """Returns the first warning in rank 0's log that matches, as a sentence "First reason: ...".
+
+    `pattern` has one group, which is the reason. Returns "" if nothing matches.
+    """
     match = re.search(rf" WARNING {pattern}", run.log)
     return f" First reason: {cut_middle(match[1], _MAX_REASON_CHARS)}." if match else ""
 
 
 def _watched_subjects(run: RecordedRun) -> frozenset[str]:
-    """Returns the subjects of the rewards that are only watched, and stop no run."""
+    """Returns "reward NAME" for each reward that is only watched: its failures stop no run."""
     weights = {
         f"reward {name}": run.config.get(key.replace(".name", ".weight"), 1.0)
         for key, name in run.config.items()
@@ -287,7 +305,7 @@ def _watched_subjects(run: RecordedRun) -> frozenset[str]:
 
 
 def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
-    """Yields what failed or timed out: each reward, and the environment."""
+    """Yields findings and checks about rewards, and the environment, that failed or timed out."""
     bound = setting(run, "reward_pool.max_error_frac", 0.3)
     names = matching_metrics(run.steps, r"reward/(.+)/error_frac")
     prefixes = {f"reward {name}": f"reward/{name}/" for name in names}
@@ -333,6 +351,11 @@ def _judge_failures(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the completions' length triples or falls to a third, to no benefit.
+
+    Longer completions are a finding if the reward has not risen with them, shorter ones if it has
+    fallen.
+    """
     tokens = run.curve("completion/tokens_mean")
     reward = run.curve("reward/mean")
     steps = tokens.moved()
@@ -354,7 +377,10 @@ def _judge_lengths(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
-    """Yields the alarms that most steps of some range gave, with the newest text."""
+    """Yields a finding for each kind of the console's alarms that most steps of a range gave.
+
+    Its text is that of the newest such alarm.
+    """
     # Lines without these metrics are evaluations, for which `alarms` is not made.
     keys = {"optim/updates", "optim/skipped_updates"}
     lines = [line for line in run.steps if keys <= line.keys()]
@@ -374,6 +400,10 @@ def _judge_alarms(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the entropy has fallen to a tenth, or has risen to three times.
+
+    A run that has learned, or whose entropy `_judge_alarms` reports already, gets no finding.
+    """
     entropy = run.curve("loss/entropy")
     half_way = entropy.moved(0.5)
     if half_way is None or len(entropy) < 6 or entropy.start <= 0 or has_learned(run):
@@ -394,6 +424,7 @@ def _judge_entropy(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
+    """Yields a check, and a finding if the run skipped updates whose gradient was not finite."""
     skipped = run.curve("optim/skipped_updates")
     if not len(skipped):
         return
@@ -419,6 +450,7 @@ def _judge_skipped_updates(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding if the gradient's norm was over ten times the median of the steps before."""
     norm = run.curve("optim/grad_norm")
     bound = setting(run, "optimizer.max_grad_norm", 1.0)
     if not len(norm):
@@ -443,6 +475,11 @@ def _judge_gradient(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
+    """Yields checks and findings about the difference of the engine's and policy's logprobs.
+
+    For the mean and for the largest difference it yields a check with the bound at which the run
+    stops, and a finding if the difference came near the bound, exceeded it, or grows.
+    """
     limit = setting(run, "proofs.max_mismatch", 0.0) or None
     scale = run.steps[0].get(_MISMATCH_MEAN) if run.steps else None
     for index, name in enumerate(("mean", "largest")):
@@ -485,6 +522,7 @@ def _judge_mismatch(run: RecordedRun) -> Iterator[Finding | Check]:
 
 
 def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
+    """Yields a finding about the memory that grows most in the second half of the run."""
     # Memory that stays in use, not peaks, which follow the lengths. The first half of a run takes
     # what it needs once, so a leak must still grow in the second half.
     half = run.steps[len(run.steps) // 2 :]
@@ -509,7 +547,10 @@ def _judge_memory(run: RecordedRun) -> Iterator[Finding]:
 
 
 def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
-    """Yields evaluations whose last two are well below the best, while the reward still rose."""
+    """Yields each evaluation set whose last two scores are well below its best one.
+
+    It does so only if the training reward has risen since the best score: the policy then overfits.
+    """
     reward = run.curve("reward/mean")
     for name in matching_metrics(run.evaluations, r"eval/(.+)/mean"):
         scores = metric_curve(run.evaluations, f"eval/{name}/mean")
@@ -536,6 +577,7 @@ def _judge_evaluations(run: RecordedRun) -> Iterator[Finding]:
             )
 
 
+# A rule looks at one kind of trouble, and yields what it has to say about a run.
 Rule = Callable[[RecordedRun], Iterator[Finding | Check]]
 SYMPTOMS: tuple[Rule, ...] = (
     _judge_end_state,
@@ -556,9 +598,9 @@ SYMPTOMS: tuple[Rule, ...] = (
 
 
 def has_learned(run: RecordedRun) -> bool:
-    """Returns True if the reward has risen, is at its best, and is what it should measure.
+    """Returns True if the reward has risen and is at its best, without a sign of reward hacking.
 
-    A run in which a reward of its own fell, or which cuts its completions off, has learned
+    A run in which one of its rewards fell, or which cuts half of its completions off, has learned
     something else.
     """
     reward = run.curve("reward/mean")
@@ -571,7 +613,7 @@ def has_learned(run: RecordedRun) -> bool:
 
 
 def is_solved(run: RecordedRun) -> bool:
-    """Returns True if the run has learned, and rewards hardly differ within a step any more."""
+    """Returns True if the run has learned, and a step's rewards differ half as much as at first."""
     std = run.curve("reward/std")
     return has_learned(run) and std.end <= 0.5 * std.start
 
@@ -588,12 +630,12 @@ def fallen_rewards(run: RecordedRun) -> list[Curve]:
 
 
 def reward_spread(run: RecordedRun) -> float:
-    """Returns the standard deviation of the rewards within a step; the median over the steps."""
+    """Returns the standard deviation of a step's rewards (the median over the steps)."""
     std = run.curve("reward/std")
     return float(np.median(std.values)) if len(std) else 0.0
 
 
 def setting(run: RecordedRun, key: str, default: float) -> float:
-    """Returns a positive number of the run's config, or `default`."""
+    """Returns the value of `key` in the run's config if it is a positive number, else `default`."""
     value = run.config.get(key)
     return float(value) if isinstance(value, int | float) and value > 0 else default

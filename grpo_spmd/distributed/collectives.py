@@ -43,7 +43,10 @@ def on_rank0(fn: Callable[[list[Any]], T], value: Any) -> T:
 
 
 def on_rank0_bytes(fn: Callable[[list[bytes]], T], payload: bytes) -> T:
-    """Collective. Works like `on_rank0`, but `fn` gets the ranks' payloads as undecoded bytes."""
+    """Collective. Calls `fn` on rank 0 with all ranks' payloads; returns its result on each rank.
+
+    It is `on_rank0` for payloads that are bytes already. `fn` gets them undecoded, in rank order.
+    """
     payloads = gather_bytes(payload)
     reply = _run_and_send(lambda rows: [_encode(fn(rows))], payloads, _broadcast_first)
     return cast(T, json.loads(reply))
@@ -62,8 +65,8 @@ def scatter_from_rank0(fn: Callable[[list[bytes]], list[bytes]], payload: bytes)
 def on_first_in_group(make: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """Collective over `group`. Calls `make` on the group's first rank; all ranks get its result.
 
-    The result is sent as JSON. Errors are raised as in `on_rank0`. None is a group of this rank
-    alone, which only calls `make`.
+    The result is sent as JSON. Errors are raised as in `on_rank0`. If `group` is None, this rank is
+    alone, and only calls `make`.
     """
     if group is None:
         return make()
@@ -81,11 +84,11 @@ def _run_and_send(
     payloads: list[bytes] | None,
     send: Callable[[list[bytes]], bytes],
 ) -> bytes:
-    """Collective. Calls `fn` on rank 0 and returns this rank's reply.
+    """Collective. Calls `fn` on the first rank and returns this rank's part of the replies.
 
-    `payloads` is None on all other ranks. The collective `send` takes rank 0's list of replies and
-    returns this rank's. If `fn` raised, every rank raises: a ConfigError as it is, any other error
-    as a Rank0Error.
+    `payloads` is None on all other ranks. `send` is a collective that takes the first rank's list
+    of replies and returns this rank's reply. If `fn` raised, every rank raises: a ConfigError as it
+    is, any other error as a Rank0Error.
     """
     replies = [b""]
     error: Exception | None = None
@@ -165,10 +168,10 @@ def exchange_values(values: list[Any]) -> list[Any]:
 
 
 def start_all_gather(rows: Tensor, group: dist.ProcessGroup) -> list[dist.Work]:
-    """Collective. Starts an all-gather in place and returns the pending operations.
+    """Collective. Starts an all-gather in place and returns the operations in progress.
 
-    `rows` is [ranks of the group, n]; each rank has filled its own row. Call `wait_for` with the
-    returned list before reading the other rows.
+    `rows` is [ranks of the group, n]; each rank has filled its own row, and gets the others. Call
+    `wait_for` with the returned list before reading the other rows.
     """
     count_collective()
     rank = dist.get_rank(group)
@@ -201,9 +204,9 @@ def exchange_blocks(blocks: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather_blocks(block: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Collective over `group`. Returns the blocks of all ranks, [ranks of the group, ...].
+    """Collective over `group`. Returns the tensors of all its ranks, [ranks of the group, ...].
 
-    A block has the same shape on all ranks.
+    `block` is this rank's tensor. It has the same shape on all ranks.
     """
     gathered = block.new_empty(dist.get_world_size(group), block.numel())
     gathered[dist.get_rank(group)] = block.flatten()
@@ -212,9 +215,9 @@ def gather_blocks(block: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:
-    """Waits for each of `works` and empties the list.
+    """Waits for each operation in `works` and empties the list.
 
-    The list is emptied because gloo never returns from a second wait for the same message.
+    The list is emptied because a second wait for the same gloo message would never return.
     """
     while works:
         work = works.pop(0)
@@ -223,7 +226,7 @@ def wait_for(works: list[dist.Work | None] | list[dist.Work]) -> None:
 
 
 def find_differing_ranks(payload: bytes, group: dist.ProcessGroup) -> list[int]:
-    """Collective. Returns the ranks whose `payload` differs from that of the group's first rank.
+    """Collective over `group`. Returns the ranks whose `payload` differs from the first rank's.
 
     Ranks are counted within `group`, from 0. All ranks get the same list. Only hashes are sent.
     """
@@ -256,7 +259,10 @@ def sum_in_place(values: Tensor, group: dist.ProcessGroup | None = None) -> None
 
 
 def _broadcast_first(payloads: list[bytes], group: dist.ProcessGroup | None = None) -> bytes:
-    """Collective. Returns the first rank's `payloads[0]` on every rank (of `group`)."""
+    """Collective. Returns the first rank's `payloads[0]` on every rank (of `group`).
+
+    The `payloads` of all other ranks are ignored. None as `group` is all ranks.
+    """
     payload = payloads[0]
     if group is None:
         count_collective()
@@ -290,10 +296,12 @@ def _scatter_bytes(payloads: list[bytes]) -> bytes:
 
 
 def _encode(value: Any) -> bytes:
+    """Returns a value as JSON in bytes."""
     return json.dumps(value).encode()
 
 
 def _as_tensor(payload: bytes) -> Tensor:
+    """Returns bytes as a uint8 tensor, which torch.distributed can send."""
     # torch.frombuffer refuses an empty buffer.
     if not payload:
         return torch.empty(0, dtype=torch.uint8)
@@ -304,7 +312,10 @@ def _as_tensor(payload: bytes) -> Tensor:
 
 
 def open_store(store: dist.Store) -> None:
-    """Makes `store` the run's store. No earlier attempt of the run may have used its prefix."""
+    """Makes `store` the run's store. No earlier attempt of the run may have used its prefix.
+
+    An attempt is one start of all ranks by torchrun.
+    """
     global _store
     _store = store
 
@@ -312,9 +323,10 @@ def open_store(store: dist.Store) -> None:
 def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
     """Claims the next job in `queue` and returns its number; None if no job is left.
 
-    Jobs are numbered from 0 to `num_jobs` - 1, and no two calls get the same one. Each of the
-    `num_claimers` ranks must claim until it gets None. The last of these calls removes the queue,
-    so that the store does not grow; only then may the name be used again.
+    The ranks share the queue, a counter in the run's store. The `num_jobs` jobs are numbered from 0
+    on, and no two calls get the same number. Each of the `num_claimers` ranks must claim until it
+    gets None. The last of these calls removes the queue, so that the store does not grow. Only then
+    may its name be used again.
     """
     number = _run_store().add(queue, 1) - 1
     # The last rank that gets None.
@@ -324,7 +336,10 @@ def claim(queue: str, num_jobs: int, num_claimers: int) -> int | None:
 
 
 def count_up(counter: str, by: int = 1) -> int:
-    """Adds `by` to `counter`, which starts at 0, and returns the sum; no two calls get the same."""
+    """Adds `by` to a counter in the run's store and returns the sum.
+
+    The counter is shared by all ranks and starts at 0. No two calls get the same sum.
+    """
     return int(_run_store().add(counter, by))
 
 
@@ -334,23 +349,25 @@ def delete_counter(counter: str) -> None:
 
 
 def clone_store() -> dist.Store:
-    """Returns the store over a new connection, for use in another thread.
+    """Returns the run's store over a new connection, for use in another thread.
 
-    A call that waits blocks its connection: over a shared one it would block the main thread too.
+    A call that waits blocks its connection. Over a shared connection it would block the main thread
+    too.
     """
     return _run_store().clone()  # type: ignore[attr-defined, no-any-return]
 
 
 def post_notice(notice: str, text: str) -> None:
-    """Shows `text` to all ranks under the name `notice`."""
+    """Writes `text` to the run's store, where all ranks can read it under the name `notice`."""
     _run_store().set(notice, text)
 
 
 def read_notice(notice: str) -> str | None:
-    """Returns what some rank has posted under this name, or None."""
+    """Returns the text that some rank has posted under the name `notice`; None if none has."""
     return _run_store().get(notice).decode() if _run_store().check([notice]) else None
 
 
 def _run_store() -> dist.Store:
+    """Returns the run's store."""
     assert _store is not None, "start_session comes first"
     return _store

@@ -42,14 +42,17 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 Record = TypeVar("Record")
+# The time between two rounds of the doctor's thread.
 _POLL_S = 0.5
 # If a rank has not answered an alarm after this time, another rank of its host answers for it, from
 # what it sees of that process. On a busy machine an answer may take seconds.
 _PEER_ANSWER_S = 5.0
-# The longest times to wait for all answers, and then for the report. What is there is read at once.
+# The longest times to wait for all ranks' answers, and then for the report. A wait ends as soon as
+# they are in the store.
 _ANSWER_S = _PEER_ANSWER_S + 5.0
 _REPORT_S = 8.0
-# The time between two looks at whether the slowest rank still beats; less if the limit is short.
+# The time between two looks at whether the slowest rank still beats. It is less if the phase's time
+# limit is short.
 _BEHIND_S = 20.0
 # A rank on another host that has not beaten for so long counts as lost. Of ranks on this host, the
 # process is looked at instead.
@@ -73,7 +76,7 @@ _OUTCOMES = ("raise", "config", "gone", "silent", "stopped", "follows", "well")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a rank is in the run."""
+    """Where a rank is in the run. Each rank publishes it in the store as its beat."""
 
     phase: str
     step: int
@@ -88,7 +91,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Fault:
-    """How a rank failed."""
+    """How a rank failed: by an error in its main thread, or by a signal."""
 
     # "raise", "config", "stopped" (by Ctrl-C or SIGTERM) or "follows" (another rank failed)
     kind: str
@@ -142,7 +145,7 @@ class Report:
 
 
 def fault_of(error: BaseException, rank: int) -> Fault:
-    """Returns the fault for an error that ended the main thread of `rank`."""
+    """Returns the Fault that describes `error`, which ended the main thread of `rank`."""
     if isinstance(error, ConfigError):
         return Fault("config", str(error))
     if isinstance(error, KeyboardInterrupt):
@@ -168,9 +171,10 @@ def fault_of(error: BaseException, rank: int) -> Fault:
 
 
 def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Report:
-    """Returns the report on a failed run.
+    """Returns the report on a failed run; nothing is written to a file here.
 
-    `answers` and `hosts` (host name and process id) are in the order of ranks.
+    `answers` and `hosts` (texts with host name and process id) have an entry for each rank, in rank
+    order.
     """
     culprit, reason = find_culprit(alarm, answers)
     answer = answers[culprit]
@@ -205,11 +209,11 @@ def write_report(alarm: Alarm, answers: list[Answer], hosts: list[str]) -> Repor
 
 
 def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
-    """Returns the rank to blame and the reason.
+    """Returns the rank to blame and the reason, a text that follows the rank's name in the report.
 
-    That is a rank that raised an error, else one whose process is gone, else one that is silent,
-    else one that was stopped, else one that failed because of another. If all ranks are well, the
-    run hangs, and the slowest rank is to blame.
+    The rank to blame is one that raised an error. If there is none, it is one whose process is
+    gone, else one that does not answer, else one that was stopped, else one that failed because of
+    another rank. If all ranks are well, the run hangs, and the slowest rank is to blame.
     """
     # Of several ranks with the same outcome, the one that raised the alarm was first.
     rank = min(
@@ -231,17 +235,19 @@ def find_culprit(alarm: Alarm, answers: list[Answer]) -> tuple[int, str]:
 
 
 def _slowest_ranks(answers: list[Answer]) -> list[int]:
-    """Returns the ranks that may hold up the others; several if nothing tells them apart.
+    """Returns the ranks for which the others may be waiting; several if nothing tells them apart.
 
-    These are the ranks that have entered the fewest phases and collectives. Of several, those that
-    have enqueued the fewest collectives by torch's flight recorder. Of several, those whose main
-    threads wait for nothing, else those that wait for their device.
+    These are the ranks that have entered the fewest phases and collectives. Among ranks with equal
+    counts, they are those that have enqueued the fewest collectives according to torch's flight
+    recorder. Among ranks that are still equal, they are those whose main threads wait for nothing,
+    else those that wait for their device.
     """
     low = min(answer.position.sequence for answer in answers)
     slowest = {rank: a for rank, a in enumerate(answers) if a.position.sequence == low}
     groups = sorted(set.intersection(*(set(answer.enqueued) for answer in slowest.values())))
 
     def order(rank: int) -> list[int]:
+        """Returns the sort key of a rank: collectives by process group, then what it waits for."""
         answer = answers[rank]
         waits = ("", "device", "collective").index(answer.waits)
         return [*(answer.enqueued[group] for group in groups), waits]
@@ -250,7 +256,7 @@ def _slowest_ranks(answers: list[Answer]) -> list[int]:
 
 
 def _describe(answer: Answer) -> str:
-    """Returns a line that says where a rank is and what it waits for."""
+    """Returns a text for the report: where a rank is, and what it waits for or how it failed."""
     if not answer.responds:
         return f"{answer.position}, went silent: {_STATES[answer.state]}"
     if answer.fault is not None and answer.fault.kind == "raise":
@@ -261,9 +267,15 @@ def _describe(answer: Answer) -> str:
 
 
 class Doctor:
-    """Watches one rank from its own thread, over its own connection to the run's store."""
+    """Watches one rank from a thread of its own, over its own connection to the run's store.
+
+    Each rank has one Doctor. The thread publishes beats, raises the alarm if something is wrong,
+    and ends the process at an alarm. The main thread tells it of each phase (`move`) and of an
+    error (`fail`).
+    """
 
     def __init__(self, store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
+        """Starts the thread, and installs handlers of SIGUSR2 and, if it has none, of SIGTERM."""
         self._rank = rank
         self._world_size = world_size
         self._config = config
@@ -271,8 +283,10 @@ class Doctor:
         # calls move(), `_watch_store` for the doctor's.
         self._store = store
         self._watch_store: Store = store.clone()  # type: ignore[attr-defined]
+        # Where the report is written, and what gets its first line (`write_reports_to`).
         self.folder: Path | None = None
         self.tell: Callable[[str], None] | None = None
+        # The number of phases and collectives that this rank has entered.
         self.sequence = 0
         self._num_beats = 0
         # Both threads publish the position: the lock keeps an older one from replacing a newer one.
@@ -290,7 +304,7 @@ class Doctor:
         # The slowest rank and its position when this rank last looked, and when that was.
         self._slowest: tuple[int, Position] | None = None
         self._slowest_seen = -math.inf
-        # The last new beat of the next rank, which this one watches, and when it came.
+        # The newest beat of the next rank, which this rank watches, and when it came.
         self._last_beat = b""
         self._last_beat_seen = self._now()
         self._main_thread = threading.get_ident()
@@ -305,13 +319,13 @@ class Doctor:
         self._process = processes.this_process(self._stacks_fd)
         self._publish(f"process/{rank}", self._process, self._store)
         self.move("start", 0)
-        # The other ranks of this host. The thread finds them.
+        # The other ranks of this host. None until the thread has looked for them.
         self._peers: dict[int, RankProcess] | None = None
         self._thread = threading.Thread(target=self._watch, name="doctor", daemon=True)
         self._thread.start()
 
     def move(self, phase: str, step: int) -> None:
-        """Notes and publishes that this rank enters a phase, whose time limit starts now."""
+        """Notes and publishes that this rank enters a phase. The phase's time limit starts now."""
         self._phase = phase
         self._step = step
         self._entered = self._now()
@@ -331,7 +345,12 @@ class Doctor:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Waits until the thread has reported `error` and ends this process; else ends it here."""
+        """Reports `error`, which ended the main thread, and ends this process.
+
+        The thread raises the alarm, reports and ends the process, and the main thread waits for
+        that. If the thread does not manage it in time, the process ends here, without a common
+        report.
+        """
         self._fault = fault_of(error, self._rank)
         self._wake.set()
         deadline = time.monotonic() + _ANSWER_S + 2 * _REPORT_S
@@ -343,6 +362,7 @@ class Doctor:
         exit_process(1, f"rank {self._rank}: {self._fault.headline}\n{self._fault.traceback}")
 
     def _position(self) -> Position:
+        """Returns where this rank is now."""
         return Position(self._phase, self._step, self.sequence, num_beats=self._num_beats)
 
     def _now(self) -> float:
@@ -356,8 +376,8 @@ class Doctor:
     def _watch(self) -> None:
         """Beats, looks for something wrong, and ends this process at the first alarm of any rank.
 
-        This is the body of the thread; it returns once `stop` was called. While any rank is in a
-        debugger, no rank's phase can exceed its limit.
+        This is the body of the thread: one round every half second, until `stop` is called. While
+        any rank is in a debugger, no rank's phase can exceed its limit.
         """
         try:
             self._watch_store.set_timeout(timedelta(seconds=_SILENT_S))
@@ -391,19 +411,26 @@ class Doctor:
                 self._exit_alone(error)
 
     def _read(self, key: str, kind: type[Record]) -> Record:
+        """Returns the record under `key` in the store; waits until some rank has set the key."""
         return _decode(self._watch_store.get(key), kind)  # get() waits until the key is set
 
     def _publish(self, key: str, record: Any, store: Store | None = None) -> None:
+        """Writes a record to the store as JSON. `store` is the connection; None is the thread's."""
         (store or self._watch_store).set(key, json.dumps(asdict(record)))
 
     def _beat(self, store: Store) -> None:
-        """Publishes this rank's position with a higher number of beats."""
+        """Publishes this rank's position with a higher number of beats, as a sign of life."""
         with self._beat_lock:
             self._num_beats += 1
             self._publish(f"beat/{self._rank}", self._position(), store)
 
     def _find_alarm(self) -> Alarm | None:
-        """Returns what is wrong with this rank or those that it watches; None if nothing is."""
+        """Returns what is wrong with this rank or with one that it watches; None if all is well.
+
+        It looks in this order whether this rank has failed, its phase has exceeded the time limit,
+        the process of the next rank of this host is gone, or the next rank of the run, on another
+        host, has stopped beating.
+        """
         if self._fault is not None:
             return Alarm(self._fault.kind, self._rank)
         limit = limit_s(self._config, self._phase)
@@ -434,9 +461,10 @@ class Doctor:
         return None
 
     def _waits_for_busy_rank(self) -> bool:
-        """Returns True if the slowest rank is in another phase and still beats.
+        """Returns True if the slowest rank is in another phase and has beaten since the last call.
 
-        Then this rank only waits for that one, whose own doctor watches the limit of its phase.
+        Then this rank only waits for the slowest one, and its own time limit does not count: the
+        doctor of the slowest rank watches the limit of its phase.
         """
         # One request for all ranks: with a thousand ranks, one request each would take too long.
         ranks = range(self._world_size)
@@ -450,7 +478,7 @@ class Doctor:
         return not is_same_phase and self._slowest != previous
 
     def _find_peers(self) -> dict[int, RankProcess]:
-        """Returns the other ranks of this host whose processes this one can see."""
+        """Returns the other ranks of this host whose processes this rank can see in /proc."""
         # torchrun puts consecutive ranks on a host.
         start = self._rank - int(os.environ.get("LOCAL_RANK", "0"))
         stop = start + int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -462,7 +490,7 @@ class Doctor:
         return peers
 
     def _look_for_debugger(self) -> bool:
-        """Returns True if this rank is in a debugger; counts it in the store for other ranks."""
+        """Returns True if this rank is in a debugger, and keeps the store's count of such ranks."""
         frame = sys._current_frames().get(self._main_thread)
         is_open = _num_debuggers > 0 or processes.in_debugger(frame)
         if is_open != self._is_in_debugger:
@@ -472,7 +500,11 @@ class Doctor:
 
     @exit.killed_after(_ANSWER_S + 3 * _REPORT_S)
     def _end(self, alarm: Alarm) -> NoReturn:
-        """Answers the alarm, writes or reads the report, and ends this process."""
+        """Answers the alarm, writes or reads the report, and ends this process.
+
+        The rank that raised the alarm writes the report from the answers of all ranks. The other
+        ranks wait for the report in the store.
+        """
         start = time.monotonic()
         if alarm.why in ("follows", "config") and self._fault is None:
             # Wait a moment: the main thread is likely about to raise the same ConfigError, or the
@@ -500,10 +532,10 @@ class Doctor:
         self._exit(report, report.text if alarm.by == self._rank else "")
 
     def _answer(self) -> Answer:
-        """Returns this rank's answer to an alarm.
+        """Returns this rank's answer to an alarm: where its main thread is, with all stacks.
 
-        Its `line` says where the main thread is, and what the processes do that this rank waits
-        for.
+        The answer's `line` also says what the processes do for which this rank waits (such as
+        reward workers).
         """
         threads = sys._current_frames()
         frame = threads.get(self._main_thread)
@@ -522,7 +554,12 @@ class Doctor:
         )
 
     def _answer_for_peers(self, start: float) -> dict[int, RankProcess]:
-        """Answers in the place of those ranks of this host that do not answer; returns them."""
+        """Publishes an answer for each other rank of this host that does not answer itself.
+
+        Returns the ranks that do not respond, with their processes. `start` is when this rank saw
+        the alarm, on the monotonic clock. A rank that can still answer gets 5 s for it, any other
+        half a second.
+        """
         silent = {}
         for rank, peer in (self._peers or {}).items():
             key = f"answer/{rank}"
@@ -547,14 +584,21 @@ class Doctor:
         return True
 
     def _answer_of(self, rank: int, deadline: float) -> Answer:
-        """Returns a rank's answer; one in state "unknown" if none has come by the deadline."""
+        """Returns a rank's answer to the alarm, and waits for it until the deadline.
+
+        If none has come by then, it returns an answer with state "unknown" and the rank's last
+        position.
+        """
         if not self._wait_for(f"answer/{rank}", deadline):
             position = self._read(f"beat/{rank}", Position)
             return Answer(position, responds=False, state="unknown")
         return self._read(f"answer/{rank}", Answer)
 
     def _share(self, report: Report, alarm: Alarm) -> None:
-        """Gives the report to the other ranks, writes it to the run folder, and calls `tell`."""
+        """Gives the report to the other ranks, writes it to the run folder, and calls `tell`.
+
+        Errors in the user's config (code 2) are not written to the folder.
+        """
         # The details stay out: with many ranks they would be gigabytes in the store.
         self._publish("report", replace(report, details=""))
         if self.folder is not None and report.code != 2:
@@ -580,7 +624,11 @@ class Doctor:
         exit_process(report.code, last_words)
 
     def _exit_alone(self, error: Exception) -> NoReturn:
-        """Ends this process without a common report, because of an error in the thread itself."""
+        """Ends this process without a common report, because the thread itself has failed.
+
+        The usual cause is that the store, through which the ranks talk, is gone. `error` is the
+        thread's error.
+        """
         fault = self._fault
         reason = f"{type(error).__name__}: {error}"
         text = (
@@ -595,10 +643,10 @@ class Doctor:
 
 
 def _decode(text: bytes, kind: type[Record]) -> Record:
-    """Returns the record that `Doctor._publish` wrote.
+    """Returns the record, of the class `kind`, from the JSON that `Doctor._publish` wrote.
 
-    It is decoded by json and not by msgspec, which refuses the lone surrogates that error messages
-    may contain.
+    It is decoded by json and not by msgspec, which refuses lone surrogates: error messages may
+    contain them.
     """
     return msgspec.convert(json.loads(text), kind)
 
@@ -618,11 +666,14 @@ def _write_error_file(text: str, *, is_culprit: bool) -> None:
 
 
 def _raise_interrupt(number: int, _: FrameType | None) -> None:
+    """Handles SIGTERM: raises KeyboardInterrupt in the main thread, named after the signal."""
     raise KeyboardInterrupt(signal.Signals(number).name)
 
 
 # The doctor of this process, None before a session starts and after it has ended.
 _doctor: Doctor | None = None
+# Returns a text about the processes that this rank waits for (`describe_waiting_with`). By default
+# it is "", which is str().
 _describe_waiting: Callable[[], str] = str
 # The number of debuggers that are open in this rank's reward workers. A debugger in the main thread
 # is not counted here: it is found on that thread's stack.
@@ -630,14 +681,17 @@ _num_debuggers = 0
 
 
 def start(store: Store, rank: int, world_size: int, config: WatchdogConfig) -> None:
-    """Starts watching this rank, which is in phase "start". The prefix of `store` must be new."""
+    """Starts the doctor of this rank, which is in phase "start".
+
+    `store` is the run's store under a prefix that no earlier attempt of the run has used.
+    """
     global _doctor
     assert _doctor is None, "the doctor runs already"
     _doctor = Doctor(store, rank, world_size, config)
 
 
 def stop() -> None:
-    """Stops watching this rank. For the normal end, when everything is saved."""
+    """Ends the doctor of this rank. Called at the normal end, when everything is saved."""
     global _doctor
     interrupt.leave_on_second_press(0)
     if _doctor is not None:
@@ -656,7 +710,7 @@ def write_reports_to(folder: Path, tell: Callable[[str], None] | None = None) ->
 
 
 def limit_s(config: WatchdogConfig, phase: str) -> float:
-    """Returns the limit of a phase in seconds."""
+    """Returns the time limit of a phase in seconds, from the config's section `watchdog`."""
     return float(config.phase_timeouts_s.get(phase, config.timeout_s))
 
 
@@ -693,7 +747,8 @@ def describe_waiting_with(describe: Callable[[], str]) -> None:
 def report_failure(error: BaseException) -> None:
     """Makes the doctor, if there is one, report a failure of this rank and end the process.
 
-    If the run is embedded in another process, that one gets the report and goes on.
+    If the run is embedded in the caller's process (a script, a notebook), that process goes on and
+    gets the report.
     """
     if _doctor is not None:
         _doctor.fail(error)

@@ -33,7 +33,7 @@ class _StoppedError(Exception):
 
 @contextmanager
 def embedded_run(release: Callable[[], None]) -> Iterator[None]:
-    """Runs the block, a training, in a process that goes on after it.
+    """Runs the block, a training, in the caller's process, which goes on after it.
 
     With several ranks a failure ends the processes of all ranks, as in the training command: ranks
     that wait in a collective could not be interrupted otherwise. With one rank the failure is
@@ -92,18 +92,23 @@ def _restored_process() -> Iterator[None]:
 
 @contextmanager
 def _single_rank(release: Callable[[], None]) -> Iterator[None]:
-    """Raises a failure of the block as one exception, after everything was taken down."""
+    """Runs the block as a run of one rank. A failure is raised after everything was taken down.
+
+    It is raised as one exception. `release` ends what a failed run leaves behind.
+    """
     reports: list[str] = []
     main_thread = threading.main_thread()
     is_running = True
 
     def take_report(report: str) -> None:
+        """Keeps the report on a failure, in the place of ending the process."""
         reports.append(report)
         # Called in the doctor's thread: interrupt the main thread, which may be stuck anywhere.
         if threading.current_thread() is not main_thread:
             signal.pthread_kill(main_thread.ident or 0, _STOP_SIGNAL)
 
     def stop(number: int, frame: FrameType | None) -> None:
+        """Handles _STOP_SIGNAL: raises _StoppedError in the block, wherever it is."""
         if is_running:
             raise _StoppedError
 

@@ -30,13 +30,13 @@ _FAILED_FLUSH_S = 1.0
 # How long the teardown of vLLM and NCCL may take.
 _END_S = 60.0
 _MAX_WAITING_LINES = 1000
-_MIN_COLUMNS = 40
+_MIN_COLUMNS = 40  # lines are not wrapped to less, however narrow the terminal is
 # Takes the last words of a run that is embedded in somebody else's process (`embedded_in`).
 _owner: Callable[[str], None] | None = None
 
 
 class Rank0Error(RuntimeError):
-    """A function that `on_rank0` called on rank 0 has failed. Every rank raises this error."""
+    """Raised on every rank if a function that rank 0 ran for all (`on_rank0`) has failed."""
 
 
 class Terminal(QueueHandler):
@@ -47,6 +47,7 @@ class Terminal(QueueHandler):
     """
 
     def __init__(self, stream: TextIO) -> None:
+        """Starts the thread that prints on `stream`."""
         self._lines: Queue[logging.LogRecord | None] = Queue(_MAX_WAITING_LINES)
         super().__init__(self._lines)
         self._stream = stream
@@ -54,11 +55,12 @@ class Terminal(QueueHandler):
         self._thread.start()
 
     def enqueue(self, record: logging.LogRecord) -> None:
+        """Hands a record to the thread; drops it if too many lines are waiting."""
         with suppress(Full):
             self._lines.put_nowait(record)
 
     def _run(self) -> None:
-        """Prints each record that is enqueued; the body of the thread. None ends it."""
+        """Prints each record that is enqueued, until it gets None; the body of the thread."""
         for record in iter(self._lines.get, None):
             line = printable(record.getMessage())
             # The reader may be gone (train | head), or the stream may be no real file.
@@ -70,8 +72,7 @@ class Terminal(QueueHandler):
             self._lines.task_done()
 
     def _wrap(self, line: str) -> str:
-        """Returns the line wrapped to the terminal's width, or unchanged if the stream is no
-        terminal."""
+        """Returns the line wrapped to the terminal's width; unchanged if there is no terminal."""
         is_terminal = self._stream.isatty()
         columns = os.get_terminal_size(self._stream.fileno()).columns if is_terminal else 0
         if not 0 < columns < len(line):
@@ -105,7 +106,7 @@ def embedded_in(owner: Callable[[str], None]) -> Iterator[None]:
     """Marks the run as embedded in the caller's process (a script, a notebook) within the block.
 
     Then `exit_process` does not end the process: it passes its last words to `owner` and ends only
-    the thread that called it.
+    the thread that called it, by SystemExit.
     """
     global _owner
     _owner = owner
@@ -146,11 +147,11 @@ def killed_after(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def bounded_teardown() -> Iterator[None]:
-    """Limits the time of the teardown in the block. Use it once every rank knows that all is saved.
+    """Limits the time of the teardown in the block to a minute, after which the process exits.
 
-    If the teardown takes more than a minute, the process exits with code 0. If its threads are so
-    stuck that this timer cannot run, the kernel kills it 20 s later. Otherwise torchrun would wait
-    for the rank that hangs, and the nodes would stay allocated.
+    Use it once every rank knows that all is saved. The exit code is then 0. If the threads are so
+    stuck that this timer cannot run, the kernel kills the process 20 s later. Otherwise torchrun
+    would wait for the rank that hangs, and the nodes would stay allocated.
     """
     if _owner is not None:
         yield
@@ -188,6 +189,7 @@ def exit_process(code: int, last_words: str = "") -> NoReturn:
 
 
 def _flush() -> None:
+    """Flushes the log's handlers, stdout and stderr. Streams that nobody reads are skipped."""
     for stream in (*logging.getLogger("grpo_spmd").handlers, sys.stdout, sys.stderr):
         with suppress(Exception):  # a closed pipe
             stream.flush()

@@ -38,7 +38,7 @@ _run_dir: Path | None = None
 
 
 def listen(handler: PressHandler | None = None) -> None:
-    """Makes Ctrl-C call `handler`. Before one was given, Ctrl-C ends this process.
+    """Makes Ctrl-C call `handler`. As long as none was given, Ctrl-C ends this process.
 
     Installs nothing outside the main thread, or where SIGINT has no default handler: in a shell's
     background job Ctrl-C is ignored.
@@ -57,7 +57,10 @@ def listen(handler: PressHandler | None = None) -> None:
 
 
 def _set_handler(handler: PressHandler) -> None:
-    """Replaces the handler, if we listen at all. The number of presses is not reset."""
+    """Replaces the function that a press calls, if `listen` has installed anything.
+
+    The number of presses is not reset.
+    """
     if _listener is not None:
         _listener.handler = handler
 
@@ -69,6 +72,7 @@ def stop_with(stop: Callable[[], bool]) -> None:
     """
 
     def handler(number: int) -> None:
+        """Stops the run at the first press, and ends this process at the second one."""
         if number > 1:
             _quit(f"Ctrl-C: out at once; {_newest_checkpoint()}")
         update = "finishing the update, then " if stop() else ""
@@ -95,7 +99,7 @@ def set_run_dir(run_dir: str | os.PathLike[str]) -> None:
 
 
 def print_notice(text: str) -> None:
-    """Prints one sentence from the first rank of each node."""
+    """Prints one sentence on stderr, from the first rank of each node only."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         # A new line first, because the terminal has printed ^C.
         say(("\n" if sys.stderr.isatty() else "") + text)
@@ -107,9 +111,13 @@ def quit_before_training(_: int) -> None:
 
 
 def quit_evaluation(scratch: str) -> None:
-    """From now on a press ends this process, an evaluation whose folder of files is `scratch`."""
+    """Makes a press of Ctrl-C end this process, which evaluates a policy without training.
+
+    `scratch` is the folder of the evaluation's temporary files, which is removed then.
+    """
 
     def answer(_: int) -> None:
+        """Removes the evaluation's files and ends this process."""
         shutil.rmtree(scratch, ignore_errors=True)
         _quit("stopped by Ctrl-C; the evaluation has no figures")
 
@@ -117,6 +125,7 @@ def quit_evaluation(scratch: str) -> None:
 
 
 def _quit(text: str) -> NoReturn:
+    """Prints `text` on the first rank of each node, and ends this process with code 1."""
     print_notice(text)
     # torchrun ends the other ranks as soon as one is gone, and the first rank must print before.
     if os.environ.get("LOCAL_RANK", "0") != "0":
@@ -138,6 +147,7 @@ class _Listener:
     """A thread that receives Ctrl-C through Python's wakeup descriptor and calls `handler`."""
 
     def __init__(self, handler: PressHandler) -> None:
+        """Installs the signal handler, and starts the thread that calls `handler` at each press."""
         self.handler = handler
         self._num_presses = 0
         self._last_press = -math.inf

@@ -60,17 +60,19 @@ def _run(arguments: list[str]) -> int:
             return workers
 
         def _on_press(self, number: int) -> None:
+            """Passes Ctrl-C on to the ranks; from the third press on it kills them."""
             num_ranks = self._forward(signal.SIGINT if number < 3 else signal.SIGKILL)
             # An agent that has no ranks yet is waiting for the other nodes.
             if number > 1 and not num_ranks:
                 exit_process(1)
 
         def _on_signal(self, number: int, _: FrameType | None) -> None:
+            """Passes a signal on to the ranks. Exits with code 1 if there are none yet."""
             if not self._forward(number):
                 sys.exit(1)
 
         def _forward(self, number: int) -> int:
-            """Sends a signal to the ranks and returns how many got it.
+            """Sends the signal `number` to this node's ranks and returns how many got it.
 
             After that, ranks that fail are not restarted.
             """

@@ -28,11 +28,11 @@ _RANKS_PER_NODE = 8
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """Returns this rank's GPU, or the CPU if there are no GPUs, they are hidden, or torch is a
-    build for the CPU.
+    """Returns this rank's GPU, or the CPU if torch is not to use or cannot see any GPU.
 
-    An empty CUDA_VISIBLE_DEVICES hides the GPUs. Raises ConfigError if a CUDA build of torch cannot
-    use them, or if the node has fewer GPUs than ranks.
+    That is so if there are no GPUs, if an empty CUDA_VISIBLE_DEVICES hides them, or if torch is a
+    build for the CPU. Raises ConfigError if a CUDA build of torch cannot use the GPUs, or if the
+    node has fewer GPUs than ranks.
     """
     with warnings.catch_warnings():
         # If torch cannot use the driver, it warns and returns False. Our error below says why.
@@ -73,10 +73,10 @@ def _why_not() -> str:
 
 
 def with_time_to_start(watchdog: WatchdogConfig, world_size: int) -> WatchdogConfig:
-    """Returns the config with more time for phase start if there are more than 8 ranks.
+    """Returns the watchdog's config with more time for phase "start", if ranks are more than 8.
 
-    All ranks create vLLM's process groups one after another, and each rank compiles. A limit that
-    the user has set for the phase stays.
+    All ranks create vLLM's process groups one after another, and each rank compiles. If the user
+    has set a limit for the phase, it stays.
     """
     more_ranks = max(0, world_size - _RANKS_PER_NODE)
     start_s = watchdog.timeout_s + _START_S_PER_RANK * more_ranks
@@ -84,11 +84,11 @@ def with_time_to_start(watchdog: WatchdogConfig, world_size: int) -> WatchdogCon
 
 
 def refuse_unreachable(store: Store, rank: int, world_size: int) -> None:
-    """Collective. Raises ConfigError if ranks on other hosts cannot reach this rank.
+    """Collective. Raises ConfigError on a rank that ranks on other hosts cannot reach.
 
     gloo listens at the address to which the host's name resolves. If that is the loopback interface
     (127.0.1.1 in many Linux installations), all ranks would wait for each other until their time
-    limits.
+    limits. The ranks compare their hosts through `store`.
     """
     if world_size == int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):
         return

@@ -17,7 +17,7 @@ _LENGTH_BYTES = 4
 
 
 def pack(header: Any, arrays: Iterable[Array] = ()) -> bytes:
-    """Returns the header, as JSON, and the arrays as bytes.
+    """Returns bytes with the header, as JSON, followed by the arrays.
 
     The bytes do not contain the lengths and dtypes of the arrays: the reader must know them.
     """
@@ -30,6 +30,7 @@ class PackedReader:
     """Reads what `pack` returned: `header` first, then one array after the other."""
 
     def __init__(self, payload: bytes) -> None:
+        """Reads the header of `payload`, which `pack` returned."""
         self._payload = payload
         self._end = _LENGTH_BYTES + int.from_bytes(payload[:_LENGTH_BYTES], "little")
         self.header: Any = json.loads(payload[_LENGTH_BYTES : self._end])

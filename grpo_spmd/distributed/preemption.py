@@ -55,7 +55,10 @@ class Preempted(Exception):
 
 
 class _ScoringStoppedError(Exception):
-    """Raised within the scoring of completions, to stop it, if the step is given up."""
+    """Raised within the scoring of completions to stop it, because the step is given up.
+
+    `Preemption.guard` catches it.
+    """
 
 
 class Preemption:
@@ -71,6 +74,7 @@ class Preemption:
     """
 
     def __init__(self, max_time_s: float | None) -> None:
+        """Installs the signal handlers. `max_time_s` is training.max_time_s; None: not set."""
         self._max_time_s = max_time_s
         self._signal: str | None = None
         # Why this rank ended its generation early, or None if it did not.
@@ -90,10 +94,10 @@ class Preemption:
         self._take_signals()
 
     def begin_step(self, time_to_save_s: float = 0.0) -> None:
-        """Collective. Begins the times of a step, and raises Preempted if the run has to stop.
+        """Collective. Starts the clocks of a step, and raises Preempted if the run has to stop.
 
-        Called at the start of each step, and once more before the evaluation after the last step.
-        Raises Preempted after a signal, or if less time is left than a step and a save take.
+        That is so after a signal, or if less time is left than a step and a save take. Called at
+        the start of each step, and once more before the evaluation after the last step.
         `time_to_save_s` is how long a save took, 0 if none was measured yet.
         """
         # vLLM, or a user's reward function, may have replaced our signal handlers.
@@ -154,16 +158,21 @@ class Preemption:
         return self._aborting is not None
 
     def check_scoring(self) -> None:
-        """Raises _ScoringStoppedError, which `guard` catches, if some rank got a signal.
+        """Raises _ScoringStoppedError, which `guard` catches, if this step is to be given up.
 
-        Called while completions are scored. Does not wait for other ranks.
+        That is so if some rank got a signal or ended its generation early. Called again and again
+        while completions are scored. Does not wait for other ranks.
         """
         self._share_notice(self._signal)
         if self._signal is not None or self._aborting is not None:
             raise _ScoringStoppedError
 
     def _share_notice(self, reason: str | None) -> None:
-        """Posts `reason` for other ranks; if it is None, looks every 0.5 s for what they posted."""
+        """Posts `reason` in the run's store, or looks there for another rank's reason.
+
+        It looks if `reason` is None, every half a second. A reason that it reads goes to
+        `_aborting`.
+        """
         time_s = time.monotonic()
         if reason is not None:
             post_notice(_NOTICE, reason)
@@ -172,12 +181,11 @@ class Preemption:
             self._aborting = self._aborting or read_notice(_NOTICE)
 
     def guard(self, score: Callable[..., ScoredRollouts]) -> Callable[..., ScoredRollouts]:
-        """Returns a function that calls `score` and then checks whether the run has to stop.
+        """Returns `score`, wrapped so that the run can stop before, in and after the scoring.
 
-        All ranks call that function after each generation. If this rank already has a reason to
-        stop, it does not call `score`. If `score` fails after a signal, the step is given up
-        instead of raising the error, because Slurm sends the signal to the reward processes as
-        well.
+        All ranks call the wrapped function after each generation. If this rank already has a reason
+        to stop, it does not call `score`. If `score` fails after a signal, the step is given up and
+        the error is only logged, because Slurm sends the signal to the reward processes as well.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> ScoredRollouts:
@@ -202,6 +210,7 @@ class Preemption:
         return guarded
 
     def _reason_to_give_up(self) -> str | None:
+        """Returns why this rank should end its generation early; None if it should not."""
         return self._aborting or self._reason_to_stop(_GENERATED, "the rest of the step")
 
     def _reason_to_stop(self, moment: int, remaining_work: str) -> str | None:
@@ -222,7 +231,10 @@ class Preemption:
         )
 
     def _agree(self, reason: str | None) -> None:
-        """Collective. Raises Preempted with the reason of the first rank that has one."""
+        """Collective. Raises Preempted on all ranks if at least one of them has a reason to stop.
+
+        `reason` is this rank's, or None. The exception has the reason of the lowest such rank.
+        """
         agreed_reason: str | None = on_rank0(
             lambda reasons: next(filter(None, reasons), None), reason
         )
@@ -239,17 +251,25 @@ class Preemption:
         interrupt.restore_handler()
 
     def _on_press(self) -> bool:
-        """Handles Ctrl-C in interrupt.py's thread. Returns True if an update is finished first."""
+        """Handles Ctrl-C in the thread of interrupt.py.
+
+        Returns True if the run finishes the update before it saves, since the update changes the
+        policy already.
+        """
         self._signal = self._signal or "Ctrl-C"
         return self._policy_changes
 
     def _on_interrupt(self, _: int, frame: object) -> None:
-        """Handles Ctrl-C in an embedded run: the second press interrupts the caller's code."""
+        """Handles Ctrl-C in a run that is embedded in the caller's process.
+
+        The first press makes the run save and end; the second press interrupts the code at once.
+        """
         if self._signal is not None:
             raise KeyboardInterrupt
         self._signal = "Ctrl-C"
 
     def _on_signal(self, number: int, _: object) -> None:
+        """Notes which signal has come. The checks of this class read it."""
         # Do nothing else here: a signal handler may interrupt any line, even one that holds a lock.
         if self._signal is None:
             self._signal = signal.Signals(number).name
@@ -262,5 +282,5 @@ def write_marker(run_dir: str | os.PathLike[str], step: int, reason: str) -> Non
 
 
 def remove_marker(run_dir: str | os.PathLike[str]) -> None:
-    """Collective. Removes the marker of an earlier preemption, because the run goes on."""
+    """Collective. Removes the preempted.json of an earlier launch, because the run goes on."""
     on_rank0(lambda _: Path(run_dir, MARKER).unlink(missing_ok=True), None)

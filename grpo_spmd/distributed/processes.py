@@ -53,12 +53,12 @@ _DEBUGGERS = (
     "_pydevd_bundle",
     "debugpy",
 )
-_STACKS_S = 2.0
+_STACKS_S = 2.0  # the longest wait for another process's stacks
 _SQUEUE_TIMEOUT_S = 20
 MAX_TEXT = 60_000  # characters of a traceback, or of a process's stacks
 _MAX_PENDING = 10  # unfinished collectives in a report
 _MAX_SPANS = 6  # spans of consecutive ranks in a line
-# At most so many frames of torch's own Python code lie around a call that waits.
+# A call of torch that waits goes through at most so many frames of torch's own Python code.
 _MAX_WRAPPERS = 6
 
 
@@ -72,10 +72,12 @@ def without_launch(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def end_with_parent(number: int, parent_pid: int | None = None) -> None:
-    """Makes the kernel send signal `number` to this process when the thread that started it ends.
+    """Makes the kernel send a signal to this process when the thread that started it ends.
 
-    The number 0 cancels that. Does nothing on systems other than Linux. If `parent_pid` is given
-    and that process has already ended, this process exits at once."""
+    `number` is the signal; 0 cancels an earlier call. Does nothing on systems other than Linux. If
+    `parent_pid` is given and is no longer this process's parent, because it has ended already, this
+    process exits at once.
+    """
     with suppress(AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
     # Checked after the call above, so that a parent that ends in between is noticed too.
@@ -106,10 +108,10 @@ def this_process(stacks_fd: int) -> RankProcess:
 
 
 def host_identity(namespace: str = "net") -> str:
-    """Returns a text that identifies the kernel's boot and this process's namespace of that type.
+    """Returns a text that identifies the kernel's boot and a Linux namespace of this process.
 
-    Processes with the same text for "net" can reach each other by the loopback address. Processes
-    with the same text for "pid" see each other in /proc.
+    `namespace` is the type of the namespace. Processes with the same text for "net" can reach each
+    other by the loopback address. Processes with the same text for "pid" see each other in /proc.
     """
     boot_id = ""
     with suppress(OSError):  # a container may hide it
@@ -149,15 +151,18 @@ def read_stat(pid: int) -> tuple[str, str]:
 
 
 def next_rank(rank: int, ranks: Iterable[int]) -> list[int]:
-    """Returns [the rank after `rank` in the ring of `ranks`], or [] if there is no other rank.
+    """Returns a list of the rank after `rank` in the ring of `ranks`; [] if there is no other.
 
-    If each rank watches the next one, each is watched by exactly one other.
+    If each rank watches the next one in the ring, each is watched by exactly one rank.
     """
     return sorted(set(ranks) - {rank}, key=lambda peer: (peer < rank, peer))[:1]
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Returns [0, 1, 2, 5] as "ranks 0-2, 5", so that a line about 1,000 ranks can be read."""
+    """Returns ranks as a short text: "ranks 0-2, 5" for [0, 1, 2, 5].
+
+    So a line about 1,000 ranks can be read.
+    """
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if not spans or spans[-1][-1] != rank - 1:
@@ -177,6 +182,7 @@ def frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _module(frame: FrameType) -> str:
+    """Returns the name of the module whose code a frame runs."""
     return str(frame.f_globals.get("__name__", ""))
 
 
@@ -186,10 +192,12 @@ def in_debugger(frame: FrameType | None) -> bool:
 
 
 def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
-    """Returns what a thread with this innermost frame waits for: other ranks, its GPU, or "".
+    """Returns what a thread waits for: "collective" (other ranks), "device" (its GPU) or "".
 
-    A thread waits for other ranks if it is inside torch.distributed or our own collectives. Frames
-    of other parts of torch may lie between, at most _MAX_WRAPPERS of them.
+    `frame` is the thread's innermost frame. A thread waits for other ranks if it is inside
+    torch.distributed or our own collectives. The call may go through frames of other parts of
+    torch, at most _MAX_WRAPPERS of them. A copy from the GPU, such as .item(), has no frame of
+    torch.cuda and gives "".
     """
     for number, inner in enumerate(frames(frame)):
         name = _module(inner)
@@ -203,9 +211,10 @@ def waits_for(frame: FrameType | None) -> Literal["collective", "device", ""]:
 
 
 def innermost_line(frame: FrameType | None) -> str:
-    """Returns file, line and function of the innermost frame in our code or the user's, or "".
+    """Returns file, line and function of a thread's innermost frame in our code or the user's.
 
-    Frames of libraries, and of our own modules of collectives, are skipped.
+    Frames of libraries, and of our own modules of collectives, are skipped. Returns "" if no frame
+    is left.
     """
     for inner in frames(frame):
         path = inner.f_code.co_filename
@@ -216,9 +225,10 @@ def innermost_line(frame: FrameType | None) -> str:
 
 
 def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
-    """Returns the stacks of `threads` (as from sys._current_frames) as text.
+    """Returns the stacks of threads as text: the main thread first, without the calling thread.
 
-    The calling thread is left out. The main thread comes first.
+    `threads` has the innermost frame of each thread by its ident, as sys._current_frames gives
+    them.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     texts = []
@@ -231,9 +241,10 @@ def stacks_of(threads: dict[int, FrameType], main_thread: int) -> str:
 
 
 def stacks_of_peer(process: RankProcess) -> str:
-    """Returns the stacks of another rank of this machine, or "". Its Python need not run.
+    """Returns the stacks of another rank's process on this machine; "" if it writes none.
 
-    SIGUSR2 makes that process write its stacks: faulthandler's signal handler is plain C.
+    SIGUSR2 makes that process write its stacks. That works even if its Python does not run, since
+    faulthandler's signal handler is plain C.
     """
     path = Path(f"/proc/{process.pid}/fd/{process.stacks_fd}")
     deadline = time.monotonic() + _STACKS_S
@@ -251,9 +262,10 @@ def stacks_of_peer(process: RankProcess) -> str:
 
 
 def flight_recorder() -> tuple[dict[str, int], str]:
-    """Returns the number of enqueued collectives of each process group, and a text about them.
+    """Returns what torch's flight recorder knows about this rank's collectives.
 
-    The text also names the last collectives that have not finished. torch records collectives if
+    The result is (the number of enqueued collectives by process group, a text about them). The text
+    also names the last collectives that have not finished. torch records collectives if
     TORCH_FR_BUFFER_SIZE is set.
     """
     from torch._C import _distributed_c10d as c10d
@@ -276,9 +288,10 @@ def flight_recorder() -> tuple[dict[str, int], str]:
 
 
 def seconds_left(max_time_s: float | None) -> float | None:
-    """Returns the seconds that are left to this job, or None if it has no known limit.
+    """Returns the seconds that are left to this job; None if it has no known limit.
 
-    The limit is `max_time_s` since the launch if that is given, else the end of the Slurm job.
+    The limit is `max_time_s` (training.max_time_s) after the launch if that is given, else the end
+    of the Slurm job.
     """
     if max_time_s is not None:
         return max_time_s - seconds_since_launch()
@@ -308,7 +321,7 @@ def seconds_left(max_time_s: float | None) -> float | None:
 
 
 def parse_time_left(text: str) -> int | None:
-    """Returns the seconds that squeue's %L gives as [[days-]hours:]minutes:seconds.
+    """Returns the seconds in squeue's text for %L, [[days-]hours:]minutes:seconds.
 
     Returns None for UNLIMITED, INVALID, NOT_SET and everything else.
     """
@@ -320,9 +333,9 @@ def parse_time_left(text: str) -> int | None:
 
 
 def seconds_since_launch() -> float:
-    """Returns the seconds since torchrun was started, or this process if torchrun did not start it.
+    """Returns the seconds since torchrun was started; without torchrun since this process was.
 
-    torchrun's own start counts because a restart of the ranks gives the job no more time.
+    torchrun's start counts because a restart of the ranks gives the job no more time.
     """
     pid = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid()
     ticks = int(read_stat(pid)[1])

@@ -24,7 +24,10 @@ Fields = tuple[Any, ...]  # the fields of one reduction
 
 @dataclass(frozen=True)
 class Reduction:
-    """The base class, whose merge adds up each field, and whose value is its only field."""
+    """The base class of all reductions.
+
+    Its merge adds up each field, and its value is its only field. Subclasses change that.
+    """
 
     @classmethod
     def merged(cls, rows: Sequence[Fields]) -> Self:
@@ -52,6 +55,8 @@ class Reduction:
 
 @dataclass(frozen=True)
 class Sum(Reduction):
+    """Adds up numbers."""
+
     total: Number = 0.0
 
 
@@ -79,11 +84,13 @@ class Max(Reduction):
 
     @classmethod
     def merged(cls, rows: Sequence[Fields]) -> Self:
+        """Returns the largest of the numbers in `rows`; rows without a number are skipped."""
         numbers = [number for (number,) in rows if number is not None]
         return cls(reduce(_larger, numbers) if numbers else None)
 
 
 def _larger(number: Any, candidate: Any) -> Any:
+    """Returns the larger one of two numbers, or of two tensors."""
     return number.maximum(candidate) if isinstance(number, Tensor) else max(number, candidate)
 
 
@@ -96,6 +103,7 @@ class Histogram(Reduction):
 
     @classmethod
     def merged(cls, rows: Sequence[Fields]) -> Self:
+        """Returns the sum of the counts in `rows`, bin by bin; rows without bins are skipped."""
         counts = [bins for (bins,) in rows if len(bins)]
         if not counts or isinstance(counts[0], Tensor):
             return cls(reduce(operator.add, counts)) if counts else cls()
@@ -110,6 +118,7 @@ class Ids(Reduction):
 
     @classmethod
     def merged(cls, rows: Sequence[Fields]) -> Self:
+        """Returns all ids in `rows`, in their order."""
         return cls([int(number) for (ids,) in rows for number in ids])
 
 
@@ -127,9 +136,11 @@ def merge(batches: Iterable[Reductions]) -> Reductions:
 
 
 def without_counts(reductions: Reductions) -> Reductions:
-    """Returns the same names with nothing counted, but for maxima, which may be taken twice.
+    """Returns reductions of the same names and classes in which nothing is counted.
 
-    It is for a rank whose tokens another rank counts."""
+    They are for a rank whose tokens another rank counts. Maxima are kept, because it does no harm
+    to take them twice.
+    """
     return {
         name: reduction if isinstance(reduction, Max) else type(reduction)()
         for name, reduction in reductions.items()

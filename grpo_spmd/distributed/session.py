@@ -43,6 +43,7 @@ class Session:
 
     @property
     def is_rank0(self) -> bool:
+        """Whether this is rank 0, which decides for all ranks and writes most files."""
         return self.rank == 0
 
     @property
@@ -56,11 +57,12 @@ def start_session(
     watchdog: WatchdogConfig = _DEFAULT_LIMITS,
     sequence_ranks: int = 1,
 ) -> Session:
-    """Collective. Joins the process group that torchrun describes, else a group of this rank alone.
+    """Collective. Joins the process group that torchrun's variables describe.
 
-    The doctor watches this rank from here on until `end_session`. `num_replicas`, the number of
-    copies of the policy, must divide the number of ranks; consecutive ranks share a copy.
-    `sequence_ranks` consecutive ranks share each micro-batch, and must be on one node.
+    Without torchrun it is a group of this rank alone. The doctor watches this rank from here on
+    until `end_session`. `num_replicas`, the number of copies of the policy, must divide the number
+    of ranks; consecutive ranks share a copy. `sequence_ranks` consecutive ranks share each
+    micro-batch, and must be on one node.
     """
     if "RANK" not in os.environ:
         _set_single_rank()
@@ -115,7 +117,7 @@ def start_session(
 
 
 def _set_single_rank() -> None:
-    """Sets the variables that torchrun would set, which vLLM's external_launcher reads."""
+    """Sets torchrun's variables for a single rank, because vLLM's external_launcher reads them."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     os.environ["MASTER_PORT"] = str(free_port())
@@ -171,17 +173,17 @@ def _join(store: dist.Store, rank: int, world_size: int) -> tuple[int, bool]:
 
 
 def collective_timeout(watchdog: WatchdogConfig) -> timedelta:
-    """Returns the timeout of process groups.
+    """Returns the timeout for collectives of all process groups.
 
-    It is far beyond the limit of any phase, so that the doctor, which knows for which rank all
-    wait, ends a hang before torch does.
+    It is far beyond the limit of any phase, so that the doctor ends a hang before torch does: the
+    doctor knows for which rank all wait.
     """
     limits_s = [watchdog.timeout_s, *map(float, watchdog.phase_timeouts_s.values())]
     return timedelta(seconds=max(_MIN_COLLECTIVE_TIMEOUT_S, 4 * max(limits_s)))
 
 
 def set_collective_timeouts(watchdog: WatchdogConfig) -> None:
-    """Sets `collective_timeout` for all process groups that exist.
+    """Sets the timeout of all process groups that exist to `collective_timeout`.
 
     Groups that vLLM and device meshes have created have torch's default, 10 minutes over NCCL.
     """

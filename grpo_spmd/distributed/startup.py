@@ -27,11 +27,13 @@ class _Heartbeat:
     progress = ""
 
     def change(self, activity: str) -> None:
+        """Sets what the progress lines name, and restarts their count of seconds."""
         self.progress = ""
         self._activity = activity
         self._start = time.monotonic()
 
     def print_if_due(self) -> None:
+        """Prints a progress line if nothing was printed for seven seconds."""
         time_s = time.monotonic()
         if self.is_on and time_s - self.last_line >= _LINE_EVERY_S:
             self.last_line = time_s
@@ -40,6 +42,7 @@ class _Heartbeat:
                 print(text, flush=True)
 
     def run(self) -> None:
+        """Prints progress lines until `is_on` is False; the body of the thread."""
         while self.is_on:
             time.sleep(0.5)
             self.print_if_due()
@@ -65,7 +68,11 @@ def note(progress: str) -> None:
 
 
 def follow(line: str) -> None:
-    """Takes the activity from a printed log line; the first step's line ends the progress lines."""
+    """Sets what the progress lines name, from a log line that was printed.
+
+    A line "starting ...: ..." names the activity; the line of the first step ends the progress
+    lines.
+    """
     _heartbeat.last_line = time.monotonic()
     if line.startswith("step"):
         end()

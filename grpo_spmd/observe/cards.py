@@ -22,7 +22,7 @@ _FIGURES = re.compile(f"{_NUMBER}gib,{_NUMBER}tflops,{_NUMBER}gb/s(?:,{_NUMBER}g
 
 @dataclass(frozen=True)
 class Card:
-    """Describes one GPU. All figures are ceilings, so numbers computed from them are estimates."""
+    """The figures of one GPU. All are ceilings, so what is computed from them is an estimate."""
 
     name: str
     gib: float
@@ -58,10 +58,10 @@ _ALIKE = {"H800": "H100", "A800": "A100"}
 
 
 def find_device(device_name: str, gib: float | None = None) -> Card | None:
-    """Returns the card of a device, or None if the table does not have it.
+    """Returns the card for a device's name, or None if the table does not have it.
 
     `device_name` is the driver's name for it, such as "NVIDIA H100 80GB HBM3". If `gib` is given,
-    the card's memory must agree within 15 %, because drivers reserve some.
+    the card's memory must agree with it within 15 %, because drivers reserve some.
     """
     for card in CARDS.values():
         is_named = card.name.partition("-")[0] in device_name.replace(" ", "")
@@ -134,5 +134,6 @@ def host_bytes() -> int:
 def cpu_cache_bytes() -> int:
     """Returns the largest size of one rank's KV cache on a CPU, in bytes.
 
-    All ranks of a host together may use 1/8 of its memory."""
+    All ranks of a host together may use an eighth of its memory.
+    """
     return host_bytes() // 8 // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

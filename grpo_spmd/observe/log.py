@@ -36,19 +36,24 @@ from grpo_spmd.proofs.logprob_check import LogprobCheck
 from grpo_spmd.records import Decision, SyncStats
 
 _log = logging.getLogger("grpo_spmd")
-# The payloads of the two collectives of a step: a rank's seconds of each generation, or its spans,
-# and its reductions.
+# What each rank sends in the two collectives of a step: to `check_step` its seconds of each
+# generation and its counts (_SUMS), to `end_step` its spans and its maxima (_MAXIMA).
 _encode = msgspec.msgpack.encode
 _SUMS = msgspec.msgpack.Decoder(tuple[list[float], bytes])
 _MAXIMA = msgspec.msgpack.Decoder(tuple[list[Span], bytes])
 Metrics = dict[str, float | None]
+# The percentiles of the ratio of policy to engine probability that are metrics.
 _PERCENTS = (1, 50, 99)
 # A run's last log line shows the mean reward over this many last steps.
 _NUM_LAST_REWARDS = 10
 
 
 def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
-    """Returns the loss metrics of a step from the merged sums of all ranks' updates."""
+    """Returns the loss metrics of a step from the merged sums of all ranks' updates.
+
+    A term of the loss is the mean over the step's updates, or over its batches if the loss was only
+    measured. It is None if there were none.
+    """
     # "measured" counts batches whose loss was computed without an update of the policy
     num_batches = sums["measured" if "measured" in sums else "optim/updates"].value
     terms = {name: sums[name].value for name in ("policy", "kl", "entropy")}
@@ -74,7 +79,8 @@ def loss_metrics(sums: Reductions, loss: LossConfig) -> Metrics:
 def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
     """Returns the fraction of rank-seconds in which ranks waited for the slowest rank.
 
-    `generation_s[rank][i]` is the time of the step's i-th generation on that rank.
+    `generation_s[rank][i]` is the time of the step's i-th generation on that rank. Returns None if
+    nothing was generated.
     """
     generations = list(zip(*generation_s, strict=True))
     # on every rank each generation lasts until its slowest rank is ready
@@ -83,17 +89,18 @@ def tail_waste_frac(generation_s: Sequence[Sequence[float]]) -> float | None:
 
 
 class Progress:
-    """Counts what the run has sampled so far; all ranks have the same counts.
+    """Counts the completions and tokens that the run has sampled so far.
 
-    A checkpoint keeps the counts, so that a resumed run has the figures of one that was never
-    stopped.
+    All ranks have the same counts. A checkpoint keeps them, so that a resumed run has the figures
+    of a run that was never stopped.
     """
 
     def __init__(self, trainer: Mapping[str, Any], step: int) -> None:
         """Continues the counts in `trainer`, the trainer.json of the checkpoint after `step` steps.
 
-        Earlier versions did not count. If the checkpoint is of an earlier version, the counts are
-        left out of the metrics, since they would be too small.
+        `trainer` is empty if the run begins at step 0. Earlier versions did not count. If one of
+        them wrote the checkpoint, the counts are left out of the metrics, since they would be too
+        small.
         """
         self._counts: dict[str, int] = {
             name: trainer.get(name, 0)
@@ -102,7 +109,7 @@ class Progress:
         }
 
     def count(self, num_completions: int, num_tokens: int, epoch: float) -> dict[str, float]:
-        """Adds what a step has sampled and returns the metrics.
+        """Adds what a step has sampled, and returns the progress/ metrics.
 
         `epoch` is the number of passes over the data so far.
         """
@@ -138,6 +145,7 @@ class MetricsLog:
     followers: Followers | None
 
     def __post_init__(self) -> None:
+        """Opens the files on rank 0, and reads what earlier launches wrote to metrics.jsonl."""
         self._path = self.run_dir / "metrics.jsonl"
         self._local_maxima: dict[str, float] = {}
         # the seconds of each generation of this rank in the present step
@@ -167,7 +175,7 @@ class MetricsLog:
             self._write({"step": step, **metrics})
 
     def record_largest(self, local_metrics: dict[str, float]) -> None:
-        """Keeps this rank's metrics; the step's line gets the largest value over the ranks."""
+        """Keeps metrics of this rank; the step's line gets the largest value over all ranks."""
         self._local_maxima |= local_metrics
 
     def check_step(
@@ -180,14 +188,15 @@ class MetricsLog:
     ) -> None:
         """Collective. Merges and checks what the ranks' updates and generations have measured.
 
-        Raises Rank0Error on every rank if engine and policy differ by more than rounding
-        (logprob_check.py), if too many updates in a row were not finite, or if the number of
-        trained tokens is not the one that rank 0 decided. In that case the step's line is written
-        all the same, since its figures help to find the cause.
+        `local_sums` are this rank's counts, and `local_generation_s` the seconds of each of its
+        generations. Raises Rank0Error on every rank if engine and policy differ by more than
+        rounding (logprob_check.py), if too many updates in a row were not finite, or if the number
+        of trained tokens is not the one that rank 0 decided. In that case the step's line is
+        written all the same, since its figures help to find the cause.
         """
 
         def judge(payloads: list[bytes]) -> None:
-            """Computes the step's metrics on rank 0 and checks them."""
+            """Computes the step's metrics on rank 0 from all ranks' payloads, and checks them."""
             pairs = list(map(_SUMS.decode, payloads))
             sums = merge_bytes(content for _, content in pairs)
             self._rank0_metrics = {
@@ -244,7 +253,10 @@ class MetricsLog:
         )
 
     def close(self) -> None:
-        """Ends the files. Trackers get time to finish: 60 s, or 5 s if the run was preempted."""
+        """Closes the files on rank 0, and ends the followers (trackers and report).
+
+        They get 60 s to finish, or 5 s if the run was preempted.
+        """
         for file in (self._file, self._timeline):
             if file is not None:
                 file.close()
@@ -252,7 +264,10 @@ class MetricsLog:
             self.followers.finish(self._has_ended)
 
     def _pack_local(self) -> bytes:
-        """Returns this rank's spans, and its metrics that are merged by their largest value."""
+        """Returns this rank's spans and its largest-value metrics, as bytes for rank 0.
+
+        A span is one stay in a phase (timeline.py).
+        """
         local_metrics = self.timer.metrics() | self._local_maxima
         maxima: Reductions = {name: Max(value) for name, value in local_metrics.items()}
         spans = timed_spans(self.timer.spans, self._generation_s)
@@ -294,7 +309,7 @@ class MetricsLog:
         self._console.show(metrics)
 
     def _write(self, metrics: Metrics) -> None:
-        """Writes a line to metrics.jsonl and tells the followers."""
+        """Writes a line to metrics.jsonl, with the time, and tells the followers. Rank 0 only."""
         times = {"time/wall_s": time.monotonic() - self._start, "time/unix_s": time.time()}
         # NaN is not valid JSON, and readers would refuse the line
         finite = {
@@ -333,7 +348,8 @@ def _check_skipped(step: int, sums: Reductions, max_in_a_row: int, dump: Path) -
 def _check_trained(step: int, sums: Reductions, expected: int) -> None:
     """Raises RuntimeError if the number of trained tokens, over all epochs, is not `expected`.
 
-    A rollout that is lost or doubled on its way to the ranks would bias the gradient.
+    A rollout that is lost or doubled on its way to the ranks would bias the gradient. A step with
+    skipped updates is not checked.
     """
     # the loss was only measured, without an update
     if "measured" in sums:

@@ -61,6 +61,7 @@ def measure(device: torch.device, pool_bytes: int = 0) -> MemoryUse:
         free, total = torch.cuda.mem_get_info()
 
         def without_pool(name: str) -> int:
+            """Returns a figure of torch's allocator in bytes, without the engine's pool."""
             # not below 0: `pool_bytes` counts whole segments, which their tensors need not fill
             return max(0, int(stats.get(name, 0)) - pool_bytes)
 
@@ -96,17 +97,17 @@ def reset_peak(device: torch.device) -> None:
 
 
 def total_bytes(device: torch.device) -> int:
-    """Returns the size of the device's memory, or of the host's memory for a CPU."""
+    """Returns the size of the device's memory in bytes; for a CPU that of the host's memory."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info()[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def children_bytes(pid: int | str = "self") -> int:
-    """Returns the memory (RssAnon) of all processes that a process has started, and these in turn.
+    """Returns the memory (RssAnon, in bytes) of all descendants of a process.
 
-    For a rank they are the workers of rewards and environments. 0 where the kernel has no lists of
-    children (CONFIG_PROC_CHILDREN).
+    For a rank they are the workers of rewards and environments. Returns 0 where the kernel has no
+    lists of children (CONFIG_PROC_CHILDREN).
     """
     total = 0
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -119,14 +120,14 @@ def children_bytes(pid: int | str = "self") -> int:
 
 
 def _read_proc_bytes(path: str) -> dict[str, int]:
-    """Returns the sizes in a file of /proc by name, in bytes."""
+    """Returns the sizes that a file of /proc lists in kB, in bytes by name, such as "VmRSS"."""
     pairs = (line.split(":", 1) for line in Path(path).read_text().splitlines())
     return {name: int(value.split()[0]) << 10 for name, value in pairs if value.endswith(" kB")}
 
 
 @dataclass
 class MemoryLedger:
-    """Keeps the memory figures of each phase, for metrics and for out-of-memory messages."""
+    """Keeps this rank's memory figures of each phase, for metrics and out-of-memory messages."""
 
     device: torch.device
     pool_bytes: Callable[[], int]
@@ -135,6 +136,7 @@ class MemoryLedger:
     """Texts for each phase, the likeliest remedy first."""
 
     def __post_init__(self) -> None:
+        """Begins without figures."""
         self._step: dict[str, MemoryUse] = {}
         # the last figures of each phase in earlier steps, for phases that this step has not reached
         self._earlier: dict[str, MemoryUse] = {}
@@ -143,9 +145,10 @@ class MemoryLedger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measures the memory at the end of the block and keeps the largest figures of the step.
+        """Measures the memory at the end of the block, which is the phase `name`.
 
-        An out-of-memory error in the block gets `explain` as a note.
+        If a step enters the phase several times, the largest figures are kept. An out-of-memory
+        error in the block gets the text of `explain` as a note.
         """
         reset_peak(self.device)
         try:
@@ -170,6 +173,7 @@ class MemoryLedger:
         }
 
     def end_step(self) -> None:
+        """Begins a new step. The figures of this one stay for `explain`."""
         self._earlier |= self._step
         self._step = {}
 
@@ -198,9 +202,13 @@ class MemoryLedger:
 
 
 class PhaseTimer:
-    """Times phases: `with timer("rollout"):` adds to time/rollout_s and to the ledger."""
+    """Times the phases of a step on this rank.
+
+    `with timer("rollout"):` adds the block's time to time/rollout_s, and its memory to the ledger.
+    """
 
     def __init__(self, device: torch.device, memory: MemoryLedger, first_step: int) -> None:
+        """Begins the step `first_step`. `memory` gets the memory figures of each phase."""
         self._device = device
         self._memory = memory
         self._step = first_step
@@ -210,6 +218,7 @@ class PhaseTimer:
         self._start_clock()
 
     def _start_clock(self) -> None:
+        """Notes when the step begins, on the performance counter and since 1970."""
         self._step_start = time.perf_counter()
         self.step_unix_s = time.time()
 
@@ -217,7 +226,7 @@ class PhaseTimer:
     def __call__(self, name: str) -> Iterator[None]:
         """Times the block as the phase `name`.
 
-        The doctor, which ends a run that hangs, learns that this rank is in the phase.
+        It also tells the doctor, which ends a run that hangs, that this rank is in the phase.
         """
         assert name in PHASES, name
         doctor.enter_phase(name, self._step)
@@ -251,6 +260,7 @@ class PhaseTimer:
         }
 
     def end_step(self) -> None:
+        """Begins the next step: forgets the times and spans of this one."""
         self._seconds.clear()
         self.spans.clear()
         self._memory.end_step()
@@ -274,9 +284,10 @@ def remedies(
     max_rollout_tokens: int,
     num_workers: int,
 ) -> dict[str, list[str]]:
-    """Returns, for each phase, changes of the config that lower its peak of memory.
+    """Returns, for each phase, texts about changes of the config that lower its peak of memory.
 
-    The likeliest to help comes first. Switches that are on already are left out.
+    The likeliest to help comes first. Switches that are on already are left out. The texts are
+    shown in the message of an out-of-memory error.
     """
     fewer_tokens = f"lower training.max_tokens_per_micro_batch ({training.micro_batch_tokens})"
     if training.micro_batch_tokens <= max_rollout_tokens:

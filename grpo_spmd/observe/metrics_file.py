@@ -38,6 +38,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Opens `path` for appending; it is created if it is missing."""
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._waiting: list[bytes] = []
@@ -53,6 +54,7 @@ class LineFile:
         self._flush()
 
     def close(self) -> None:
+        """Writes the waiting lines if the disk takes them, and closes the file."""
         self._flush()
         if self._waiting:
             _log.error("%s lacks its last %d lines", self._path, len(self._waiting))
@@ -138,7 +140,7 @@ def open_lines(path: Path, *, follow: bool = False) -> IO[bytes]:
 
 
 class JsonLine(NamedTuple):
-    """Holds one parsed line of JSON, such as a line of metrics.jsonl, and its text."""
+    """One parsed line of JSON, such as a line of metrics.jsonl, and its text."""
 
     values: dict[str, Any]
     text: bytes
@@ -156,7 +158,10 @@ def read_metrics(path: Path, start: int = 0) -> Iterator[JsonLine]:
 
 
 def read_objects(path: Path, key: str, start: int = 0) -> Iterator[JsonLine]:
-    """Yields the lines that are JSON objects with a whole number as `key`; see `read_metrics`."""
+    """Yields the lines of a file that are JSON objects with a whole number as `key`.
+
+    Other lines are skipped, as in `read_metrics`. Yields nothing if there is no file.
+    """
     if os.path.lexists(path):
         for line in read_lines(path, start):
             values = _parse_object(line.text, key)
@@ -165,6 +170,7 @@ def read_objects(path: Path, key: str, start: int = 0) -> Iterator[JsonLine]:
 
 
 def _parse_object(text: bytes, key: str) -> dict[str, Any] | None:
+    """Returns the JSON object in a line; None if it is none, or its `key` is no whole number."""
     with suppress(ValueError, RecursionError):
         values = json.loads(text)
         if isinstance(values, dict) and type(values.get(key)) is int:
@@ -173,9 +179,9 @@ def _parse_object(text: bytes, key: str) -> dict[str, Any] | None:
 
 
 def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the metrics at the end of a metrics.jsonl, the last line first; none without a file.
+    """Yields the lines of a metrics.jsonl from its end, the last line first.
 
-    Reads only the last megabytes, which have some hundred lines.
+    Reads only the last 4 MiB, which have some hundred lines. Yields nothing if there is no file.
     """
     if os.path.lexists(path):
         with open_regular(path) as file:
@@ -187,9 +193,10 @@ def read_metrics_backwards(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_evaluation(metrics: Mapping[str, Any]) -> bool:
-    """Returns whether a line is that of an evaluation, which measures the policy after a step.
+    """Returns whether a line of metrics.jsonl is that of an evaluation.
 
-    Such a line follows the step's own line and has the same step.
+    An evaluation measures the policy after a step. Its line follows the step's own line and has the
+    same `step`.
     """
     # the first name is "step"; an evaluation's other names begin with "eval/"
     return next(islice(metrics, 1, None), "").startswith("eval/")
@@ -202,10 +209,11 @@ def ends_with_evaluation(path: Path, step: int) -> bool:
 
 
 def cut_metrics(path: Path, num_steps: int) -> None:
-    """Cuts a metrics.jsonl back to its first `num_steps` steps, and warns if one is missing.
+    """Cuts a metrics.jsonl back to the first `num_steps` steps, for a run that resumes after them.
 
-    The evaluation after the last of them is removed too: the resumed run makes it again. Of a step
-    that is there twice, the last line is kept. Broken lines are removed.
+    The evaluation after the last of these steps is removed too, since the resumed run makes it
+    again. If a step is there twice, its last line is kept. Broken lines are removed. Warns if the
+    line of a step is missing.
     """
     if not os.path.lexists(path):
         return

@@ -91,7 +91,8 @@ class RolloutRecord:
     extra: dict[str, Any] = field(default_factory=dict)
     """What rewards logged for this rollout: {reward: {column: value}}."""
     status: str | None = None
-    """How an episode ended. None for a single turn, which has none of the fields below."""
+    """How an episode ended. None for a rollout of a single turn, whose line has none of the fields
+    below."""
     turns: list[Any] = field(default_factory=list)
     """The episode's tokens, sampled and given, as `episode_fields` describes them."""
     messages: list[Any] = field(default_factory=list)
@@ -121,7 +122,7 @@ class EvalRecord:
     final_answer: str
     """Extracted from the completion; the data's own answer is in `columns`."""
     right: bool
-    """By the first of the rewards."""
+    """Whether the completion is right, by the first of the rewards."""
     reward: float | None
     rewards: dict[str, float | None]
     finish_reason: str
@@ -131,7 +132,9 @@ class EvalRecord:
 def to_line(record: RolloutRecord | EvalRecord) -> bytes:
     """Returns the record as one line of JSON, without a line break.
 
-    Optional fields that do not apply are left out."""
+    It leaves out `extra` if that is empty and, for a rollout of a single turn, the fields of
+    episodes.
+    """
     values = dict(vars(record))
     if not record.extra:
         del values["extra"]
@@ -201,8 +204,10 @@ def parse_rollout_fields(line: bytes, line_name: str, fields: tuple[str, ...]) -
 def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
     """Returns a decoder of lines into a struct that has only these fields.
 
-    It skips the other fields without creating objects for them."""
+    The decoder skips all other fields without creating objects for them, which is much faster.
+    """
     hints = typing.get_type_hints(RolloutRecord, include_extras=True)
+    # In the file it is base64, which msgspec decodes to bytes, or a list in earlier versions.
     hints["rollout_logprobs"] = bytes | list[float | None]
     members = [(name, hints[name], _DEFAULTS.get(name, msgspec.NODEFAULT)) for name in fields]
     record_type = msgspec.defstruct("RolloutFields", members, kw_only=True, gc=False)
@@ -210,6 +215,11 @@ def _line_decoder(fields: tuple[str, ...]) -> msgspec.json.Decoder[Any]:
 
 
 class _TurnFields(msgspec.Struct):
+    """A stretch of an episode's tokens: one turn that was sampled, or tokens that were given.
+
+    Given tokens are those of the prompt and of the environment's messages.
+    """
+
     segment: _Count
     sampled: bool
     token_ids: list[_TokenId]
@@ -218,6 +228,8 @@ class _TurnFields(msgspec.Struct):
 
 
 class _EnvironmentFields(msgspec.Struct):
+    """What the environment gave for an episode; the fields are as in records.Episode."""
+
     rewards: dict[str, _ExactInt | _Finite | str | None]
     calls_s: list[_Seconds]
     error: str | None = None
@@ -226,6 +238,8 @@ class _EnvironmentFields(msgspec.Struct):
 
 
 class _EpisodeFields(msgspec.Struct):
+    """The fields of a line that describe an episode, with their types."""
+
     status: str
     turns: list[_TurnFields]
     messages: list[dict[str, Any]]
@@ -236,8 +250,9 @@ class _EpisodeFields(msgspec.Struct):
 def episode_fields(episode: Episode) -> dict[str, Any]:
     """Returns the episode as JSON values, under the names in EPISODE_FIELDS.
 
-    `turns` has the tokens of all segments in order. It is split wherever sampled tokens follow
-    given ones or the reverse, and at the end of each sampled turn.
+    `turns` has the tokens of all segments in order. (A segment is some turns that form one sequence
+    of the forward pass.) It is split wherever sampled tokens follow tokens of the prompt or
+    environment, or the reverse, and at the end of each sampled turn.
     """
     turns = list[dict[str, Any]]()
     waiting = deque(episode.turns)
@@ -267,7 +282,11 @@ def episode_fields(episode: Episode) -> dict[str, Any]:
 
 
 def dumped_prompt(prompt: Prompt, completion: Completion) -> str | list[Any]:
-    """Returns what the policy had before a completion; for an episode, converted to plain JSON."""
+    """Returns the prompt or messages before a completion, as the dump has them.
+
+    For an episode, messages are converted to plain JSON, since an environment may have put anything
+    in them.
+    """
     before = prompt.text_before(completion)
     return before if before is prompt.text else _as_json_value(before)
 
@@ -275,12 +294,17 @@ def dumped_prompt(prompt: Prompt, completion: Completion) -> str | list[Any]:
 def dumped_episode_fields(episode: Episode) -> dict[str, Any]:
     """Returns `episode_fields` with messages and environment converted to plain JSON.
 
-    Policies, tools and environments wrote these, and they may contain anything."""
+    Policies, tools and environments wrote them, and they may contain anything.
+    """
     fields = episode_fields(episode)
     return fields | {name: _as_json_value(fields[name]) for name in ("messages", "environment")}
 
 
 def _turn_fields(segment: int, turn: Turn, token_ids: list[int]) -> dict[str, Any]:
+    """Returns the entry in `turns` for a sampled turn, whose tokens are the first of `token_ids`.
+
+    `segment` is the number of the segment within the episode.
+    """
     fields: dict[str, Any] = {
         "segment": segment,
         "sampled": True,
@@ -319,7 +343,10 @@ def read_episode(fields: Mapping[str, Any], completion_ids: Sequence[int]) -> Ep
 
 
 def _read_segments(turns: Sequence[_TurnFields]) -> tuple[Segment, ...]:
-    """Returns the segments, each made from the tokens of its turns. Raises ValueError."""
+    """Returns the segments of an episode, each made from the tokens of its entries in `turns`.
+
+    Raises ValueError if the entries' segments are not in order.
+    """
     stretches = list[list[_TurnFields]]()
     for turn in turns:
         if turn.segment == len(stretches):
@@ -340,7 +367,7 @@ def _read_segments(turns: Sequence[_TurnFields]) -> tuple[Segment, ...]:
 
 
 def _read_turns(turns: Sequence[_TurnFields]) -> tuple[Turn, ...]:
-    """Returns the sampled turns. Raises ValueError for fields that do not fit together."""
+    """Returns the sampled turns. Raises ValueError if an entry's fields do not fit together."""
     sampled = []
     for turn in turns:
         if turn.sampled and turn.finish_reason is not None:
@@ -353,7 +380,10 @@ def _read_turns(turns: Sequence[_TurnFields]) -> tuple[Turn, ...]:
 
 
 def is_shallow(value: Any) -> bool:
-    """Returns whether JSON is nested at most 64 deep, so that recursive functions can walk it."""
+    """Returns whether a JSON value is nested at most 64 deep.
+
+    Then recursive functions can walk it without a RecursionError.
+    """
     level = [value]
     for _ in range(_MAX_DEPTH):
         level = [inner for outer in level if isinstance(outer, dict | list)
@@ -364,7 +394,10 @@ def is_shallow(value: Any) -> bool:
 
 
 def _as_json_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """Returns `value` as JSON can hold it: other types become text, too deep nesting "..."."""
+    """Returns `value` with everything that JSON cannot hold replaced by text.
+
+    Whatever is nested more than `depth` deep becomes "...".
+    """
     if isinstance(value, dict | list | tuple) and depth == 1:
         return "..."
     if isinstance(value, dict):

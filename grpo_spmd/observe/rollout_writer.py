@@ -51,8 +51,10 @@ _GZIP_LEVEL = 1
 
 @dataclass(frozen=True)
 class RolloutDump:
-    """Dumps the rollouts of each `every_steps`-th step (0: of none), and of steps that went
-    wrong."""
+    """Dumps the rollouts of each `every_steps`-th step, and of steps that went wrong.
+
+    With `every_steps` 0 only steps that went wrong are dumped.
+    """
 
     writer: RolloutWriter
     every_steps: int
@@ -60,14 +62,14 @@ class RolloutDump:
     """Writes the scores of a dump's tokens, beside the dump; None if they are not wanted."""
 
     def write_if_due(self, step: int, sampled: SampledStep, decision: Decision) -> None:
-        """Collective. Writes the dump if the step has one."""
+        """Collective. Writes the step's rollouts if it is a step that is dumped."""
         if self._is_due(step):
             self._write(step, sampled, decision)
 
     def keep_scores_if_due(self, step: int) -> KeptScores | None:
         """Returns an object that collects the logprobs and entropies of the step's tokens.
 
-        Returns None if those of this step are not written.
+        Returns None if the token scores of this step are not written.
         """
         if self.score_writer is None or not self._is_due(step):
             return None
@@ -81,10 +83,10 @@ class RolloutDump:
         sums: Reductions,
         scores: KeptScores | None,
     ) -> None:
-        """Collective. Writes the `scores` after the updates.
+        """Collective. Writes the token scores after the updates of a step.
 
-        The rollouts are written too if an update was skipped (on all ranks alike) and the step had
-        no dump.
+        `sums` are this rank's counts of the updates. The rollouts are written too if an update was
+        skipped (on all ranks alike) and the step had no dump.
         """
         if scores is not None and self.score_writer is not None:
             # If there was one update, it has scored each token once, with the same weights as the
@@ -100,7 +102,9 @@ class RolloutDump:
     def if_refused(self, step: int, sampled: SampledStep) -> Iterator[None]:
         """Collective. Dumps the rollouts if rank 0 refuses the step's rewards in the block.
 
-        The dump shows what was wrong with them."""
+        The dump has no advantages, since there is no decision. It shows what was wrong with the
+        rewards.
+        """
         try:
             yield
         except Rank0Error:  # raised on all ranks alike
@@ -108,9 +112,11 @@ class RolloutDump:
             raise
 
     def _is_due(self, step: int) -> bool:
+        """Returns whether the step is one of the regular ones whose rollouts are dumped."""
         return self.every_steps > 0 and step % self.every_steps == 0
 
     def _write(self, step: int, sampled: SampledStep, decision: Decision | None) -> None:
+        """Collective. Writes this rank's rollouts; None as `decision`: rank 0 refused the step."""
         # each rank's rollouts in the order of the prompt stream, dropped groups among them
         records = sorted(
             rollout_records(sampled, decision), key=lambda record: (record.position, record.sample)
@@ -119,7 +125,11 @@ class RolloutDump:
 
 
 def rollout_records(sampled: SampledStep, decision: Decision | None) -> Iterator[RolloutRecord]:
-    """Yields this rank's rollouts of a step in the order in which they were sampled."""
+    """Yields the records of this rank's rollouts of a step, in the order of sampling.
+
+    `decision` is None if rank 0 refused the step. Groups that are not trained on have no slot, and
+    their rollouts no id and no advantage.
+    """
     scored = sampled.scored
     slots = decision.slots if decision is not None else {}
     # the index of the rollout on this rank, and so in the lists of `scored`
@@ -167,6 +177,7 @@ class RolloutWriter:
     def __init__(
         self, run_dir: Path, options: LoggingConfig, session: Session, folder: str = "rollouts"
     ) -> None:
+        """Does nothing with the disk yet; `folder` is "rollouts" or "token_scores"."""
         self._folder = run_dir / folder
         self._session = session
         # where files are removed together with those of this folder
@@ -198,9 +209,9 @@ class RolloutWriter:
     def write(self, stem: str, lines: Iterable[bytes]) -> None:
         """Collective. Writes all ranks' lines, in the order of ranks, to one file for each node.
 
-        A file is written whole or not at all. It replaces an earlier one, since the step may have
-        run before. Each rank encodes and holds only its own lines. An error of the disk is logged
-        and not raised.
+        `stem` is the file's name without node and ending. A file is written whole or not at all. It
+        replaces an earlier file of the name, since the step may have run before. Each rank encodes
+        and holds only its own lines. An error of the disk is logged and not raised.
         """
         if not self._nodes:
             self._find_nodes()
@@ -225,8 +236,9 @@ class RolloutWriter:
     def _finish(self, stem: str, temporary: Path, errors: Sequence[int]) -> None:
         """Renames the node's temporary file to its final name if no rank of the node has failed.
 
-        Earlier files of `stem` are removed, because not all of them would be replaced: one may be
-        packed, or of a node that the run no longer has.
+        Called on the first rank of each node; `errors` has an errno or 0 for each rank of the run.
+        Earlier files of `stem` are removed before, because not all of them would be replaced: one
+        may be packed, or belong to a node that the run no longer has.
         """
         failed = [rank for rank, error in enumerate(errors) if error]
         if failed and self._session.rank == 0:
@@ -259,9 +271,11 @@ class RolloutWriter:
         )
 
     def _path(self, stem: str, node: int) -> Path:
+        """Returns the path of the file that a node writes for `stem`."""
         return self._folder / f"{node_stem(stem, node)}{PACKED if self._is_packed else PLAIN}"
 
     def _node_of(self, rank: int) -> int:
+        """Returns the number of the node that a rank is on."""
         return next(node for node, ranks in enumerate(self._nodes) if rank in ranks)
 
     def _find_nodes(self) -> None:
@@ -300,18 +314,21 @@ def save_tokenizer(run_dir: Path, tokenizer: Any) -> None:
 
 
 def _make_room(temporary: Path) -> None:
+    """Creates the folder of a temporary file, and removes an older file of that name."""
     temporary.parent.mkdir(exist_ok=True)
     # a killed process may have left a longer file, whose end would remain
     temporary.unlink(missing_ok=True)
 
 
 def _unlink(paths: Iterable[Path]) -> None:
+    """Removes files. Errors of the disk are ignored: the run does not need the removal."""
     for path in paths:
         with suppress(OSError):
             path.unlink(missing_ok=True)
 
 
 def _write_at(path: Path, offset: int, content: bytes) -> None:
+    """Writes `content` at byte `offset` of a file. Other ranks write at other offsets."""
     # The rank that comes first creates the file. O_NOFOLLOW and O_NONBLOCK: a link or a fifo of
     # that name gives an error.
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK

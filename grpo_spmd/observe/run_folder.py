@@ -70,10 +70,10 @@ def node_stem(stem: str, node: int) -> str:
 
 
 def list_dumps(folder: Path, ending: str = "") -> Iterator[tuple[str, int, Path]]:
-    """Yields (stem, node, path) for each dump in `folder`.
+    """Yields (stem, node, path) for each dump in `folder`, in no order.
 
-    A dump that is there plain and packed (.gz) is yielded twice. With the ending ".tmp" these are
-    the files that a process was writing, or is still writing.
+    A dump that is there both plain and packed (.gz) is yielded twice. With the ending ".tmp" it
+    yields the files that a process is still writing, or left when it was killed.
     """
     with suppress(OSError):
         for name in os.listdir(folder):
@@ -83,15 +83,19 @@ def list_dumps(folder: Path, ending: str = "") -> Iterator[tuple[str, int, Path]
 
 
 def dump_path(run_dir: Path, step: int) -> Path:
-    """Returns the first node's dump of `step`; the plain name if there is none."""
+    """Returns the path of the first node's dump of `step`.
+
+    If there is no dump, it is the path that a plain one would have.
+    """
     plain = run_dir / "rollouts" / f"{step_stem(step)}{PLAIN}"
     return max(plain, plain.with_name(plain.name + ".gz"), key=_change_time)
 
 
 def _change_time(path: Path) -> int:
-    """Returns when a file was changed, -1 if there is none.
+    """Returns when a file was last changed, in nanoseconds; -1 if there is no such file.
 
-    A kill can leave a dump both plain and packed. Then the newer file counts."""
+    A kill can leave a dump both plain and packed. Then the newer file counts.
+    """
     with suppress(OSError):
         return path.stat().st_mtime_ns
     return -1
@@ -107,6 +111,7 @@ class ReadErrors:
     """How many rollouts the files lack, since each line tells how many its step had."""
 
     def add(self, message: str) -> None:
+        """Counts a line or file that could not be read."""
         self.num += 1
         self.first = self.first or message
 
@@ -139,7 +144,10 @@ class RunFolder:
         return list(self.rollout_files)
 
     def _dumped_files(self, folder: str) -> dict[int, dict[int, Path]]:
-        """Returns the newest file of each step and node in `folder`."""
+        """Returns the files in `folder` by step and node, both in order.
+
+        If a node has a plain and a packed file of a step, it is the newer one.
+        """
         files: dict[int, dict[int, Path]] = {}
         for stem, node, path in list_dumps(self.path / folder):
             step = step_of_stem(stem)
@@ -153,7 +161,7 @@ class RunFolder:
         return read_metrics(self.path / "metrics.jsonl", start)
 
     def launches(self) -> list[dict[str, Any]]:
-        """Returns the launches in order."""
+        """Returns the records of launches.jsonl in order; a launch is one start of the command."""
         return read_launches(self.path)
 
     def timeline(self, steps: Collection[int] | None = None) -> dict[int, Timeline]:
@@ -175,6 +183,7 @@ class RunFolder:
         """
 
         def parse(line: bytes, name: str) -> RolloutRecord:
+            """Returns the rollout in a line, with all fields or only those in `fields`."""
             if fields:
                 return parse_rollout_fields(line, name, fields)  # type: ignore[no-any-return]
             return parse_rollout(line, name)
@@ -194,8 +203,7 @@ class RunFolder:
     def scores(
         self, step: int, errors: ReadErrors | None = None
     ) -> Iterator[tuple[FileLine, TokenScores]]:
-        """Yields pairs of a line and the token scores of a rollout; nothing if the run recorded
-        none."""
+        """Yields pairs of a line and a rollout's token scores; nothing if the run recorded none."""
         return _parse_files(self.score_files.get(step, {}).values(), parse_scores, errors)
 
     def complete_rollouts(self, step: int) -> list[RolloutRecord]:
@@ -226,9 +234,10 @@ def _parse_files(
     *,
     follow: bool = False,
 ) -> Iterator[tuple[FileLine, T]]:
-    """Yields each line of the files with its parsed value. `errors` is as in RunFolder.
+    """Yields each line of the files with what `parse(line, name of the line)` returns for it.
 
-    `follow` allows symbolic links in the place of files.
+    `errors` and `is_wanted` are as in RunFolder.rollouts. `follow` allows symbolic links in the
+    place of files.
     """
     for path in paths:
         num_broken = 0
@@ -254,10 +263,11 @@ def _parse_files(
 
 
 def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
-    """Raises ConfigError if rollouts are missing, or there twice.
+    """Raises ConfigError if rollouts of a step are missing, or are there twice.
 
-    A line has its rollout's id and the step's number of rollouts; the ids of a step have no gaps.
-    Dumps of earlier versions have only the ids. Dumps of a step that rank 0 refused have neither.
+    `records` are the rollouts in all files of the step, and `name` begins the message. A line has
+    its rollout's id and the step's number of rollouts; the ids of a step have no gaps. Dumps of
+    earlier versions have only the ids. Dumps of a step that rank 0 refused have neither.
     """
     numbers = {(record.position, record.sample) for record in records}
     ids = [record.rollout_id for record in records if record.rollout_id is not None]
@@ -285,10 +295,10 @@ def _check_complete(records: Sequence[RolloutRecord], name: str) -> None:
 
 
 class LineStore:
-    """Reads single lines again by their position, for instance those that a scan chose to show.
+    """Reads single lines again by their position, such as those that a scan chose to show.
 
-    Small packed files stay in memory. A large packed file is unpacked again up to the line, so read
-    its lines in order.
+    Files stay open. Small packed files stay in memory, unpacked. A large packed file must be
+    unpacked again up to the line, so read its lines in order.
     """
 
     def __init__(self) -> None:
@@ -307,6 +317,7 @@ class LineStore:
         return None
 
     def close(self) -> None:
+        """Closes all files that are open."""
         for file in self._files.values():
             file.close()
         self._files.clear()

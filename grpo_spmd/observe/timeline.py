@@ -46,7 +46,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """The timeline of one step. In the file each span is a JSON list."""
+    """A line of timeline.jsonl: when some ranks were in which phase of one step.
+
+    In the file each span is a JSON list.
+    """
 
     step: int
     unix_s: float
@@ -59,12 +62,11 @@ class Timeline:
 
 
 def timed_spans(spans: Sequence[Span], generation_s: Sequence[float]) -> list[Span]:
-    """Returns a rank's spans for rank 0: to the millisecond, and with their `busy_s`.
+    """Returns a rank's spans as rank 0 gets them: rounded to milliseconds, and with `busy_s`.
 
-    `generation_s` has the seconds of the step's generations, those of the rollout spans in their
-    order. The last rollout span, in which the engine goes to sleep, has no generation. If there are
-    more than 64 spans (dynamic sampling refilled the step often), the first 32 and the last 32 are
-    sent.
+    `generation_s` has the seconds of the step's generations, one for each rollout span but the
+    last, in order: in the last rollout span the engine goes to sleep. If there are more than 64
+    spans (dynamic sampling refilled the step often), the first 32 and the last 32 are returned.
     """
     busy = iter(generation_s)
     timed = []
@@ -84,6 +86,7 @@ class TimelineFile:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        """Opens timeline.jsonl for appending."""
         path = run_dir / _NAME
         self._file: LineFile | None = None
         try:
@@ -112,15 +115,16 @@ class TimelineFile:
         self._file.write(msgspec.json.encode(timeline).decode())
 
     def close(self) -> None:
+        """Closes the file, if it could be opened."""
         if self._file is not None:
             self._file.close()
 
 
 def shown_ranks(busy_s: Sequence[float]) -> list[int]:
-    """Returns the ranks that a line shows: all if there are up to 64, else at most 64 of them.
+    """Returns the ranks whose spans a line has: all of up to 64 ranks, else at most 64 of them.
 
-    `busy_s` has each rank's time of generation. Ranks are chosen at even distances from the first
-    to the last, with the two that generated for the shortest and the longest time.
+    `busy_s` has the seconds that each rank's engine generated. Ranks are chosen at even distances
+    from the first to the last, with the two that generated for the shortest and the longest time.
     """
     if len(busy_s) <= _MAX_RANKS:
         return list(range(len(busy_s)))
@@ -131,9 +135,9 @@ def shown_ranks(busy_s: Sequence[float]) -> list[int]:
 def read_timeline(run_dir: Path, steps: Collection[int] | None = None) -> dict[int, Timeline]:
     """Returns the timelines by step, in the order of the file; {} if there is no file.
 
-    If `steps` is given, only these steps are read. Steps beyond the newest checkpoint, which a
-    resumed run will make again, are included. Broken lines are skipped: a kill may have cut one.
-    Raises ConfigError for a file that cannot be read.
+    If `steps` is given, only these steps are read. Lines of steps beyond the newest checkpoint,
+    which a resumed run will make again, are returned too. Broken lines are skipped, because a kill
+    may have cut a line. Raises ConfigError for a file that cannot be read.
     """
     path = run_dir / _NAME
     timelines: dict[int, Timeline] = {}

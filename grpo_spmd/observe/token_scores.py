@@ -32,9 +32,10 @@ _Size = Annotated[float, msgspec.Meta(ge=0, le=1e39)]
 
 @dataclass(frozen=True, eq=False)
 class TokenScores:
-    """The scores of one rollout.
+    """The scores of one rollout's tokens.
 
-    Arrays have one value per sampled token: float32 values that were rounded to float16.
+    Arrays have one value per sampled token. The file has them as float16, so the float32 values are
+    rounded.
     """
 
     rollout_id: int
@@ -57,15 +58,22 @@ class TokenScoresError(RuntimeError):
 
 
 class KeptScores:
-    """Collects a step's scores on this rank and keeps them on the device until `lines`."""
+    """Keeps a step's scores on this rank's device until `lines` turns them into lines.
+
+    The updater calls it with each micro-batch that it scores.
+    """
 
     def __init__(self) -> None:
+        """Begins without scores; there is a new object for each step."""
         # (micro-batch, logprobs, entropy) by the id() of the micro-batch, which stays unique
         # because the tuple keeps the micro-batch alive
         self._kept: dict[int, tuple[MicroBatch, Tensor, Tensor]] = {}
 
     def __call__(self, micro_batch: MicroBatch, logprobs: Tensor, entropy: Tensor) -> None:
-        """Keeps the policy's first scores of a micro-batch. Does not wait for the device."""
+        """Keeps the policy's first scores of a micro-batch, float [C] for its C sampled tokens.
+
+        Does not wait for the device.
+        """
         # setdefault keeps the first scores: later epochs score it again, after an update
         self._kept.setdefault(id(micro_batch), (micro_batch, logprobs.detach(), entropy.detach()))
 
@@ -107,7 +115,8 @@ class KeptScores:
             parts = np.split(row[:4], begins[1:], axis=1)
             for rollout_id, part in zip(micro_batch.rollout_ids, parts, strict=True):
                 lines[rollout_id] = _encode_line(rollout_id, part)
-        # The tolerance is for float32 sums in another order. A sum that is NaN passes.
+        # The tolerance is for float32 sums in another order. Sums that are NaN cannot be compared,
+        # and pass.
         if tilt_squares is not None and abs(total - tilt_squares) > 1e-3 * max(tilt_squares, 1.0):
             raise TokenScoresError(
                 "token_scores: the sum of (logprob + entropy)^2 over this rank's tokens is "
@@ -128,7 +137,10 @@ def _sum_of_squares(row: _Floats) -> float:
 
 
 def _encode_line(rollout_id: int, columns: _Floats) -> bytes:
-    """Returns the line of a rollout, of which `columns` has the arrays of _ARRAYS."""
+    """Returns the line of a rollout.
+
+    `columns` is [4, tokens of the rollout]: the arrays of _ARRAYS, in the same order.
+    """
     difference, _, advantages, loss_mask = columns
     sizes = np.abs(difference)
     # what is not finite becomes null
@@ -148,6 +160,8 @@ def _encode_line(rollout_id: int, columns: _Floats) -> bytes:
 
 
 class _ScoresLine(msgspec.Struct, gc=False):
+    """The fields of a line, with the types that a reader checks. Bytes are base64 in JSON."""
+
     rollout_id: Annotated[int, msgspec.Meta(ge=0, le=2**31)]
     difference: bytes
     entropy: bytes

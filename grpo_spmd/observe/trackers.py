@@ -50,12 +50,14 @@ MAX_TEXT_CHARS = 4_000
 _OBEYED = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+# The fields of a rollout's record that are read to show it.
 _FIELDS = (
     "position", "sample", "prompt", "completion", "reward", "rewards", "advantage",
     "finish_reason", "columns", "status", "messages",
 )  # fmt: skip
 
 
+# Columns of ShownRollout.fields whose text its messages have, too.
 _MESSAGE_FIELDS = ("prompt", "completion")
 
 
@@ -70,16 +72,18 @@ class ShownRollout(NamedTuple):
 
 
 class Tracker:
-    """A service that metrics are sent to; the base class.
+    """The base class of a service that metrics are sent to, such as W&B.
 
-    All calls come from one thread. An exception ends the tracker's feed."""
+    A TrackerFeed makes all calls, from its own thread. An exception ends that feed, and not the
+    run.
+    """
 
     name = ""
     """The name in logging.trackers, also of the tracker's thread and its state file."""
     title = ""
     """The name in messages."""
     settles_s = 0.0
-    """For how many seconds a line that the tracker accepted can still be lost by a kill."""
+    """If the process is killed, the tracker may lose the lines of this many last seconds."""
 
     def start(self, run_id: str, next_step: int) -> None:
         """Opens the tracker's run `run_id`.
@@ -87,13 +91,15 @@ class Tracker:
         `next_step` is the first step that the tracker lacks, according to the feed's state file."""
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
-        """Returns whether the tracker lacks a line that an earlier launch wrote.
+        """Returns whether the tracker lacks a line of metrics.jsonl that an earlier launch wrote.
 
-        The line of an evaluation follows the line of its step."""
+        `next_step` is as in `start`. An evaluation's line follows the line of its step, and has the
+        same `step`. So it is counted here as of the next step.
+        """
         return step + is_evaluation >= next_step
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
-        """Takes a line of metrics.jsonl, with `step`, and some rollouts of the step or none."""
+        """Sends a line of metrics.jsonl, which has `step`, and some or no rollouts of the step."""
 
     def finish(self) -> None:
         """Sends what is left, and closes the tracker's run."""
@@ -103,11 +109,11 @@ class Tracker:
 class TrackerFeed:
     """Sends the lines of `<run_dir>/metrics.jsonl`, which serves as a queue, to one tracker.
 
-    Each tracker has a feed and a thread of its own, so that one that hangs does not delay another.
-    The state file `<run_dir>/NAME.json` has the tracker's id of the run and the first step that it
-    lacks. A resumed run sends what the tracker missed, the steps that are run again, and what the
-    tracker may have lost by a kill (`settles_s`). An exception (no package, no key, no network, a
-    full disk) ends the feed with a warning. A call that hangs blocks only the feed's daemon thread.
+    Each tracker has a feed and a daemon thread of its own, so that a tracker that hangs delays
+    neither another one nor the run. The state file `<run_dir>/NAME.json` has the tracker's id of
+    the run and the first step that the tracker lacks. A resumed run sends what the tracker missed,
+    the steps that are made again, and what the tracker may have lost by a kill (`settles_s`). An
+    exception (no package, no key, no network, a full disk) ends the feed with a warning.
     """
 
     run_dir: Path
@@ -115,13 +121,14 @@ class TrackerFeed:
     rollouts_every_steps: int = 0
 
     def __post_init__(self) -> None:
+        """Reads the state file, and starts the thread."""
         self._metrics = self.run_dir / "metrics.jsonl"
         self._state = self.run_dir / f"{self.tracker.name}.json"
         self._id, next_step = _read_state(self._state)
         # What is in the file already was written by an earlier launch, and the tracker may have it.
         self._known_bytes = self._metrics.stat().st_size if self._metrics.exists() else 0
         newest = next(read_metrics_backwards(self._metrics), {"step": -1})
-        # The file may have been cut back to the step where the run goes on.
+        # If the run resumes from an older checkpoint, the lines after it were cut off the file.
         self._next_step = min(next_step, newest["step"] + 1)
         # (time of acceptance, next step) of lines that the tracker could still lose by a kill
         self._unsettled = deque[tuple[float, int]]()
@@ -134,7 +141,10 @@ class TrackerFeed:
         self._thread.start()
 
     def line_written(self, step: int, is_evaluation: bool) -> None:
-        """Tells the feed of a new line. Takes microseconds."""
+        """Wakes the thread, because metrics.jsonl has a new line. Takes microseconds.
+
+        Also warns, once, if the tracker has not answered a call for a minute.
+        """
         self._news.set()
         # read the attribute only once, since the thread changes it
         called_at = self._called_at
@@ -144,20 +154,25 @@ class TrackerFeed:
             self._warn(f"has not answered for {ANSWER_S:.0f} s; the run goes on without it")
 
     def end(self, has_ended: bool = True) -> None:
-        """Tells the feed that no more lines come."""
+        """Tells the thread that no more lines come. `has_ended` is not used here.
+
+        It is there because ReportProcess, which is called in the same way, needs it.
+        """
         self._ended.set()
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the tracker to take the rest.
+        """Waits up to `timeout_s` for the tracker to take the lines that are left.
 
-        What is left then is sent when the run is resumed."""
+        Lines that are still left after that are sent when the run is resumed.
+        """
         self.end()
         self._thread.join(max(timeout_s, 0))
         if self._thread.is_alive():
             self._warn(f"did not finish within {max(timeout_s, 0):.3g} s")
 
     def _warn(self, problem: str) -> None:
+        """Logs that the tracker has a problem, and that metrics.jsonl lacks nothing."""
         _log.warning("%s %s; metrics.jsonl is complete", self.tracker.title, problem)
 
     def _run(self) -> None:
@@ -177,7 +192,7 @@ class TrackerFeed:
             self._warn(f"is off from here on ({type(error).__name__}: {error})")
 
     def _call(self, method: Callable[..., None], *arguments: object) -> None:
-        """Calls a method of the tracker, and notes meanwhile when the call began."""
+        """Calls a method of the tracker. Meanwhile `_called_at` is the time at which it began."""
         self._called_at = time.monotonic()
         method(*arguments)
         self._called_at = None
@@ -203,9 +218,11 @@ class TrackerFeed:
             self._news.wait()
 
     def _rollouts(self, metrics: dict[str, Any]) -> Sequence[ShownRollout]:
-        """Returns rollouts of the line's step, if they are due; none if the dump is gone or broken.
+        """Returns rollouts of the step of a metrics line, for the tracker to show with it.
 
-        The step's dump is written before its line."""
+        Returns none if the step is not due (`rollouts_every_steps`), if the line is an
+        evaluation's, or if the step's dump cannot be read. The dump is written before the line.
+        """
         every_steps = self.rollouts_every_steps
         step = metrics["step"]
         if every_steps and step % every_steps == 0 and not is_evaluation(metrics):
@@ -216,12 +233,16 @@ class TrackerFeed:
         return ()
 
     def _settle(self, accepted_until: float) -> None:
-        """Notes that the tracker can no longer lose the lines that it accepted up to that time."""
+        """Saves that the tracker can no longer lose the lines that it accepted until that time.
+
+        `accepted_until` is on the monotonic clock.
+        """
         while self._unsettled and self._unsettled[0][0] <= accepted_until:
             self._next_step = self._unsettled.popleft()[1]
         self._save_state()
 
     def _save_state(self) -> None:
+        """Writes the state file. An error of the disk is ignored."""
         state = {"id": self._id, "next_step": self._next_step}
         # if the disk is full, lines may be sent twice later, which is better than not at all
         with suppress(OSError):
@@ -229,7 +250,10 @@ class TrackerFeed:
 
 
 def _read_state(path: Path) -> tuple[str, int]:
-    """Returns the tracker's id of the run and its next step; a new id if the file is not usable."""
+    """Returns (the tracker's id of the run, the first step that it lacks) from the state file.
+
+    If the file is not usable, the id is new and the step is 0.
+    """
     try:
         state = json.loads(path.read_bytes())
         return str(state["id"]), int(state["next_step"])
@@ -241,9 +265,9 @@ def _read_state(path: Path) -> tuple[str, int]:
 
 
 def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
-    """Returns at most MAX_ROLLOUTS rollouts of the step's dump, evenly spread over it.
+    """Returns at most MAX_ROLLOUTS rollouts of a step's dump, evenly spread over it.
 
-    Broken lines are skipped. Raises ConfigError for files that cannot be read.
+    Broken lines are skipped. Raises ConfigError if a file cannot be read.
     """
     # Trackers send what they read to a server, so no link out of the run folder is followed.
     files = RunFolder(run_dir).rollout_files.get(step, {})
@@ -256,7 +280,11 @@ def shown_rollouts(run_dir: Path, step: int) -> list[ShownRollout]:
 
 
 def spread_evenly(lines: Iterable[bytes], max_lines: int) -> list[bytes]:
-    """Returns at most `max_lines` lines, at even distances; never holds more than twice that."""
+    """Returns at most `max_lines` of the lines, at even distances.
+
+    Never holds more than twice as many in memory: whenever there are so many, every second one is
+    dropped.
+    """
     chosen: list[bytes] = []
     stride = 1
     for number, line in enumerate(lines):
@@ -300,7 +328,10 @@ def _show(record: RolloutRecord) -> ShownRollout:
 
 
 def _show_message(message: Any) -> dict[str, str]:
-    """Returns role and content; other fields, such as tool calls, follow the content as JSON."""
+    """Returns a chat message's role and content as text.
+
+    Other fields of the message, such as tool calls, follow its content as JSON.
+    """
     fields = {**message} if isinstance(message, dict) else {"content": message}
     role = fields.pop("role", "unknown")
     texts = [fields.pop("content", None), {name: value for name, value in fields.items() if value}]
@@ -322,7 +353,10 @@ def show_text(text: str) -> str:
 
 
 def as_table(rollouts: Sequence[ShownRollout]) -> tuple[list[str], list[list[Any]]]:
-    """Returns column names and rows of texts, numbers and None."""
+    """Returns (names of columns, rows) of a table with one row for each rollout.
+
+    Cells are texts, numbers or None.
+    """
     columns = list(dict.fromkeys(name for rollout in rollouts for name in rollout.fields))
     return columns, [[rollout.fields.get(name) for name in columns] for rollout in rollouts]
 
@@ -349,6 +383,7 @@ class WandbRun(Tracker):
     settles_s = 45.0
 
     def start(self, run_id: str, next_step: int) -> None:
+        """Opens W&B's run, or goes on with it if an earlier launch has opened it."""
         import wandb
 
         # console="off": capturing it would put W&B between the training and its terminal, and
@@ -372,6 +407,7 @@ class WandbRun(Tracker):
         self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        """Sends a line to W&B. The rollouts become a table."""
         if rollouts:
             import wandb
 
@@ -380,6 +416,7 @@ class WandbRun(Tracker):
         self._run.log(metrics)
 
     def finish(self) -> None:
+        """Waits until W&B has sent everything, and closes its run."""
         self._run.finish()
 
 
@@ -387,9 +424,9 @@ class WandbRun(Tracker):
 class TensorboardRun(Tracker):
     """TensorBoard as a tracker: writes one event file per launch.
 
-    TensorBoard reads all files as one run, in the order of their names. Each file begins with a
-    START event, at which TensorBoard drops what earlier files have from that step on. So steps that
-    are run again show once.
+    TensorBoard reads all files of the folder as one run, in the order of their names. Each file
+    begins with a START event, at which TensorBoard drops what earlier files have from the event's
+    step on. So a step that is made again by a resumed run is shown once.
     """
 
     run_dir: Path
@@ -400,6 +437,7 @@ class TensorboardRun(Tracker):
     title = "TensorBoard"
 
     def start(self, run_id: str, next_step: int) -> None:
+        """Creates the launch's event file, with a START event and the config as a text."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.record_writer import RecordWriter
 
@@ -419,10 +457,12 @@ class TensorboardRun(Tracker):
         _log.info("TensorBoard: %s", folder)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
+        """Returns whether the tracker lacks a line; see the base class."""
         # The START event has dropped the step before the next one too, so it is sent again.
         return step >= next_step - 1
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        """Writes an event with the line's numbers. The rollouts become a table of text."""
         values: list[Any] = [
             {"tag": name, "simple_value": value}
             for name, value in metrics.items()
@@ -434,16 +474,18 @@ class TensorboardRun(Tracker):
         self._write(step=metrics["step"], summary={"value": values})
 
     def finish(self) -> None:
+        """Closes the event file."""
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
+        """Writes an event with these fields of TensorBoard's Event message."""
         event = self._event_type(wall_time=time.time(), **fields)
         self._file.write(event.SerializeToString())
         self._file.flush()
 
 
 def _text_value(tag: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """Returns a value that TensorBoard's text plugin shows as a table."""
+    """Returns a value for an event's summary, which TensorBoard's text plugin shows as a table."""
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
     cells = [_escape(cell).encode("utf-8", "backslashreplace") for row in rows for cell in row]
@@ -453,10 +495,10 @@ def _text_value(tag: str, rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
 
 
 def _escape(cell: Any) -> str:
-    """Returns a cell as a block of literal text.
+    """Returns a table's cell as a Markdown code block, so that its text is shown as it is.
 
-    TensorBoard's plugin renders Markdown, and fetches images that it names. Four spaces before each
-    line make it show the text as it is.
+    TensorBoard's text plugin renders Markdown, and would fetch images that a completion names. Four
+    spaces before each line make a code block.
     """
     if type(cell) is float:
         cell = f"{cell:.6g}"
@@ -485,6 +527,7 @@ class TrackioRun(Tracker):
     """(step, is_evaluation) of the lines that trackio has; None if that is not known."""
 
     def start(self, run_id: str, next_step: int) -> None:
+        """Opens trackio's run, or goes on with it, and reads which lines it has already."""
         import trackio
 
         self._run = trackio.init(
@@ -501,11 +544,13 @@ class TrackioRun(Tracker):
             self.stored_lines = _read_stored_lines(self.project, self._run.id)
 
     def lacks(self, step: int, is_evaluation: bool, next_step: int) -> bool:
+        """Returns whether trackio lacks a line, by its own file if that can be read."""
         if self.stored_lines is None:
             return super().lacks(step, is_evaluation, next_step)
         return (step, is_evaluation) not in self.stored_lines
 
     def log(self, metrics: dict[str, Any], rollouts: Sequence[ShownRollout]) -> None:
+        """Sends a line to trackio. Each rollout becomes one of its traces."""
         import trackio
 
         values = {
@@ -520,15 +565,18 @@ class TrackioRun(Tracker):
         self._run.log(values, step=metrics["step"])
 
     def finish(self) -> None:
+        """Waits until trackio has written everything, and closes its run."""
         import trackio
 
         trackio.finish()
 
 
 def _read_stored_lines(project: str, run_id: str) -> set[tuple[int, bool]] | None:
-    """Returns (step, is_evaluation) of the lines in trackio's file.
+    """Returns (step, is_evaluation) of each line that trackio's SQLite file has for a run.
 
-    Reads the schema that trackio documents. Returns None if there is no file, or another schema."""
+    Reads the schema that trackio documents. Returns None if there is no file, or if it has another
+    schema.
+    """
     from trackio.sqlite_storage import SQLiteStorage
 
     uri = f"{SQLiteStorage.get_project_db_path(project).absolute().as_uri()}?mode=ro"
