@@ -80,7 +80,11 @@ def try_and_tell(config: Config, inputs: Inputs, tell: Callable[[str], object]) 
 
 
 def _try(config: Config, inputs: Inputs) -> list[str]:
-    """Returns the warnings of all trials. Raises ConfigError for what can never work."""
+    """Returns warnings from trying the user's rewards, environment and servers once each.
+
+    Each is called as a run would call it, on row 1 of the data, in a process of its own. Raises
+    ConfigError for a mistake with which no run could work, such as a wrong type of reward.
+    """
     warnings = [*_find_silent_servers(config)]
     called: dict[str, tuple[RewardConfig, Reward]] = {}
     written: set[str] = set()
@@ -218,7 +222,11 @@ class Trial(ProcessPool):
         self._folder.cleanup()
 
     def load(self) -> Any:
-        """Waits until users' code is loaded, and returns facts about it. Raises ConfigError."""
+        """Returns what the worker process reports of the user's code, once it has imported it.
+
+        The facts are those of rewards (names, arguments) or of the environment (its kind, the
+        rewards that it gives). Raises ConfigError if the code cannot be imported.
+        """
         return self._wait_until_ready()
 
     def ask(self, message: Fields, seconds: float) -> Fields:

@@ -140,9 +140,11 @@ class TailStream:
         return slow_prompts + self._stream.take(num_prompts - len(slow))
 
     def leave(self, prompts: Sequence[Prompt], metrics: Mapping[str, float]) -> None:
-        """Puts off the prompts of a short round that were not finished when the step was full.
+        """Keeps prompts that tail batching has started and not finished, for a later round.
 
-        All ranks must pass the same `prompts`. `metrics` are further metrics of the round.
+        Such a round starts more prompts than the step trains on, and ends when enough groups are
+        complete. All ranks must pass the same `prompts`. `metrics` (how many tokens were lost) are
+        logged with those of the round.
         """
         self._waiting += sorted(prompt.position for prompt in prompts)
         self._round_metrics |= metrics

@@ -376,8 +376,11 @@ class Speculation:
     def end_request(
         self, request_id: str, prompt_ids: Sequence[int], token_ids: Sequence[int]
     ) -> None:
-        """Notes the completion `token_ids` of a finished request: adds it to its prompt's index, if
-        there is one, and to the memory if the prompt will come again."""
+        """Keeps the completion `token_ids` of a finished request, for drafts of later samples.
+
+        It is added to the index of its prompt, in which drafts are looked up now, if there is one;
+        and to the memory of completions by prompt, from which later epochs make an index, if the
+        prompt comes again. The step in which it ended counts for the steps that are saved."""
         request = self._requests[request_id]
         request.num_tokens = len(token_ids)
         self._last_end = request.end = self._num_steps

@@ -41,7 +41,11 @@ class SharedCounts:
 
 
 def count_shared(group: RolloutGroup) -> SharedCounts:
-    """Returns how many tokens the rollouts of a group have and share."""
+    """Returns, for each rollout of a group, its distinct tokens; and the length of their prefix.
+
+    A rollout's contexts (the sequences of an episode with forks) may begin alike: the tokens that
+    they share count once. The prefix is what all rollouts of the group begin with, as the prompt.
+    """
     prompt_ids = group.prompt.token_ids
     completions = group.completions
     if all(completion.episode is None for completion in completions):
@@ -53,8 +57,8 @@ def count_shared(group: RolloutGroup) -> SharedCounts:
     ]
     first = rollouts[0][0]
     prefix = min(_count_common(first, ids) for contexts in rollouts for ids in contexts)
-    # If the group's prefix is a node, what the contexts of a rollout share beyond it may be too
-    # short for a node of its own: so look for nodes only behind the prefix.
+    # In a row of the whole group the prefix is one node of the tree. What the contexts of a rollout
+    # share beyond it is a node of its own only if it is long enough by itself, without the prefix.
     root = prefix if prefix >= _MIN_SAVED_TOKENS else 0
     tries = [_find_nodes([ids[root:] for ids in contexts]) for contexts in rollouts]
     return SharedCounts(

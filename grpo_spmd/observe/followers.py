@@ -92,9 +92,9 @@ class ReportProcess:
         self._news.set()
 
     def finish(self, timeout_s: float) -> None:
-        """Waits up to `timeout_s` for the last report, or a few seconds for the killed one to end.
+        """Waits up to `timeout_s` for the last report of the run, which `end` has ordered.
 
-        Call `end` first."""
+        If `end` has killed the process that writes the report, waits a few seconds for its end."""
         self._thread.join(max(timeout_s, 0) + _KILLED_S)
 
     def _run(self) -> None:

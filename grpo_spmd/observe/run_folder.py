@@ -305,7 +305,9 @@ class LineStore:
         self._files: dict[Path, IO[bytes]] = {}
 
     def read(self, position: LinePosition) -> bytes | None:
-        """Returns the line without its line break; None if it cannot be read any more."""
+        """Returns the line at `position` without its line break.
+
+        Returns None if the file is gone, was cut or is damaged."""
         with suppress(OSError, ConfigError, EOFError, zlib.error):
             if position.path not in self._files:
                 if len(self._files) >= _MAX_OPEN:
@@ -323,7 +325,10 @@ class LineStore:
         self._files.clear()
 
     def _open(self, path: Path) -> IO[bytes]:
-        """Opens a file for reading; a small packed one is read into memory."""
+        """Opens a file of lines for reading; a small one that is gzipped is read into memory.
+
+        Lines are read at their positions, in any order, and gzip cannot seek backwards cheaply.
+        """
         file = open_lines(path, follow=True)
         if path.suffix == ".gz":
             # a packed file cannot be read from its middle, so a small one is kept unpacked

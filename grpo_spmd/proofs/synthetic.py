@@ -346,10 +346,12 @@ def short_rollouts(groups: Sequence[RolloutGroup], *, has_siblings: bool = False
 def trial_rollouts(
     groups: Sequence[RolloutGroup], policy: Policy, has_siblings: bool
 ) -> list[Rollout]:
-    """Collective over the policy's sequence group, if it has one. Returns `short_rollouts`.
+    """Collective over the policy's sequence group, if it has one. Returns the rollouts of a trial
+    update: shortened copies of this rank's real ones (see `short_rollouts`).
 
-    The ranks of a sequence group share each row, so all of them get the rollouts of the group's
-    first rank."""
+    The ranks of a sequence group compute parts of the same packed row, so all of them get the
+    rollouts of the group's first rank; `has_siblings`, which lets rollouts share prefixes, is not
+    used there."""
     if policy.sequence_group is None:
         return short_rollouts(groups, has_siblings=has_siblings)
 

@@ -39,7 +39,11 @@ class Scorers:
         weights: Mapping[str, float],
         scorers: Sequence[Scorer] = (),
     ) -> None:
-        """`weights` has all rewards' weights by name, in the order of metrics and sums."""
+        """`score_functions` scores by all reward functions (it is RewardPool.score); each of
+        `scorers` adds rewards of another kind, such as reward models.
+
+        `weights` has all rewards' weights by name. A rollout's reward is the weighted sum in this
+        order, which is also that of the metrics."""
         self.score_functions = score_functions
         self.weights = weights
         self.scorers = scorers
