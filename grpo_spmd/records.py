@@ -75,9 +75,9 @@ class Prompt:
     def text_before(self, completion: Completion) -> str | list[Message]:
         """Returns the text or messages before a completion, for reward functions and displays.
 
-        In an episode they may differ from the row's prompt: an environment's reset() may have added
-        messages (often the task itself), and an agent (a program that calls the policy) may have
-        begun with other messages.
+        An episode records the messages with which it began, its opening: they take the place of the
+        row's prompt, since an environment's reset() may have added the task itself, and an agent (a
+        program that calls the policy) may have begun with other messages.
         """
         return self.with_opening(completion.episode.opening if completion.episode else [])
 

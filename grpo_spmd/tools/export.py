@@ -1,6 +1,9 @@
-"""Writes a checkpoint as a model folder that transformers and vLLM load.
+"""Writes a checkpoint as a model folder that transformers and vLLM load, or its LoRA adapters as
+PEFT's.
 
 python -m grpo_spmd.export CHECKPOINT OUT [--dtype bfloat16|float32] [--merge [--base MODEL]]
+
+--merge writes a whole model with the adapters in it; --base says where the base model is now.
 """
 
 from __future__ import annotations
