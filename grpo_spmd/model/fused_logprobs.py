@@ -257,7 +257,7 @@ def score_rows(
     """Writes four numbers for each row of logits, so for each token, into `numbers` [rows, 4].
 
     They are the target's logprob, the entropy, the largest scaled logit, and the log of the sum of
-    exp(scaled logit - largest). The backward pass reads the last two."""
+    exp(scaled logit - largest). The backward pass reads the last three."""
     # 64 bits, since rows * V may exceed 2^31.
     index = tl.program_id(0).to(tl.int64)
     row = logits + index * num_tokens

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.models import make_model, write_config
-from tests.support.ranks import run_worker
+from tests.support.ranks import train
 
 # Windows of 8 tokens, and rollouts of 28; Phi-3's original positions are 16, and its long_mscale
 # only vLLM knows.
@@ -27,7 +27,7 @@ def test_policy_and_engine_agree_on_caps_windows_and_long_rotary_factors(
         described["rope_parameters"].update(CHANGES[family])
         (model / "config.json").write_text(json.dumps(described))
     config = write_config(tmp_path, model, rollout={"temperature": 0.7}, proofs={"every_steps": 1})
-    output = run_worker(1, "train_each", str(config))
+    output = train(1, config)
     assert output.count("weight-sync proof:") == 1
     assert "not proved" not in output
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
