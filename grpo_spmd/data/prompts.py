@@ -143,8 +143,8 @@ class TailStream:
         """Keeps prompts that tail batching has started and not finished, for a later round.
 
         Such a round starts more prompts than the step trains on, and ends when enough groups are
-        complete. All ranks must pass the same `prompts`. `metrics` (how many tokens were lost) are
-        logged with those of the round.
+        complete. All ranks must pass the same `prompts`. `metrics`, such as the fraction of tokens
+        that the round dropped, are logged with the step's.
         """
         self._waiting += sorted(prompt.position for prompt in prompts)
         self._round_metrics |= metrics
